@@ -1,0 +1,31 @@
+#include "launch.h"
+
+namespace jax_mla {
+
+CUresult Launch(const Driver& driver, const Kernel& kernel, Parameters p, uint32_t heads,
+                CUstream stream) {
+  CUlaunchAttribute cluster = {};
+  cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+  cluster.value.clusterDim.x = kernel.cluster;
+  cluster.value.clusterDim.y = 1;
+  cluster.value.clusterDim.z = 1;
+
+  CUlaunchConfig config = {};
+  config.gridDimX = kernel.cluster;
+  config.gridDimY = heads;
+  config.gridDimZ = (static_cast<uint32_t>(p.batch) + kernel.tokens - 1) / kernel.tokens;
+  config.blockDimX = kernel.block;
+  config.blockDimY = 1;
+  config.blockDimZ = 1;
+  config.sharedMemBytes = kernel.shared_memory;
+  config.hStream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+
+  void* parameters[] = {&p.qkv,        &p.q_norm,     &p.kv_norm, &p.w_qb,    &p.w_uk,
+                        &p.cache,      &p.slots,      &p.q_scale, &p.k_scale, &p.q,
+                        &p.qkv_stride, &p.cache_rows, &p.batch,   &p.eps};
+  return driver.launch_kernel(&config, kernel.function, parameters, nullptr);
+}
+
+}  // namespace jax_mla

@@ -1,0 +1,23 @@
+#ifndef JAX_MLA_TESTS_FAKE_DRIVER_H_
+#define JAX_MLA_TESTS_FAKE_DRIVER_H_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+constexpr int kParameterCount = 14;
+
+// What the stand-in for the driver saw, and what its next launch returns.
+struct FakeLaunches {
+  int count;
+  CUlaunchConfig config;  // of the last launch
+  CUlaunchAttribute attribute;
+  CUfunction function;
+  void** extra;
+  uint64_t parameters[kParameterCount];  // zero-extended
+  CUresult result;
+};
+
+extern "C" FakeLaunches* fake_launches();
+
+#endif  // JAX_MLA_TESTS_FAKE_DRIVER_H_
