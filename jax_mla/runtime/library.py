@@ -1,0 +1,60 @@
+"""The FFI library as Python sees it: its C functions, typed."""
+
+import ctypes
+import functools
+
+from jax_mla import variants
+from jax_mla.errors import SetupError
+from jax_mla.runtime.files import REINSTALL, locate
+from jax_mla.runtime.manifest import Kernel
+
+LOADER = ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
+"""Callback (ordinal, key, message, message bytes): loads a kernel or writes why it cannot."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Opens the library. It stays open: XLA keeps pointers into it.
+
+    Raises:
+        SetupError: the library is missing, cannot be opened, or is not of this version.
+    """
+    path = locate("lib/libjax_mla.so")
+    try:
+        opened = ctypes.CDLL(str(path))
+        abi = opened.jax_mla_abi()
+        opened.jax_mla_set_loader.argtypes = [LOADER]
+        opened.jax_mla_set_loader.restype = None
+        opened.jax_mla_add_kernel.argtypes = [
+            ctypes.c_int32,
+            ctypes.c_char_p,
+            ctypes.c_void_p,
+            *[ctypes.c_uint32] * 4,
+        ]
+        opened.jax_mla_add_kernel.restype = None
+    except (OSError, AttributeError) as error:
+        raise SetupError(f"{path} cannot be used: {error}. {REINSTALL}") from error
+    if abi != variants.ABI:
+        raise SetupError(
+            f"{path} has kernel interface {abi}, the Python code {variants.ABI}. {REINSTALL}"
+        )
+    return opened
+
+
+def add_kernel(ordinal: int, kernel: Kernel, function: int) -> None:
+    """Makes a loaded kernel callable on a device.
+
+    Args:
+        ordinal: the device.
+        kernel: how to launch it.
+        function: CUfunction of the device's primary context.
+    """
+    library().jax_mla_add_kernel(
+        ordinal,
+        kernel.key.encode(),
+        function,
+        kernel.block,
+        kernel.cluster,
+        kernel.tokens,
+        kernel.shared_memory,
+    )
