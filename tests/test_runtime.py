@@ -1,0 +1,212 @@
+"""What the runtime registers without a GPU, and what it says when something is missing."""
+
+import ctypes
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jax_mla
+from jax_mla import config, runtime, variants
+from jax_mla.errors import SetupError
+from jax_mla.runtime import device, files, library, manifest, registration
+
+
+def _entry(**changes: Any) -> dict[str, Any]:
+    cubin = b"not really a cubin"
+    entry = {
+        "key": "small_c8_t1",
+        "arch": "sm_90a",
+        "file": "sm_90a/small_c8_t1.cubin",
+        "sha256": hashlib.sha256(cubin).hexdigest(),
+        "symbol": "q_absorb",
+        "block": 256,
+        "cluster": 8,
+        "tokens": 1,
+        "shared_memory": 1024,
+        "carveout": None,
+        "registers": 40,
+        "params": [],
+    }
+    return entry | changes
+
+
+def _write_manifest(folder: Path, *entries: dict[str, Any], abi: int = variants.ABI) -> Path:
+    """Writes a manifest and, beside it, the cubin that `_entry` describes."""
+    path = folder / "manifest.json"
+    compiler = {"nvidia-cutlass-dsl": "4.8.1", "cuda": "13.4"}
+    path.write_text(json.dumps({"abi": abi, "compiler": compiler, "kernels": entries}))
+    (folder / "sm_90a").mkdir()
+    (folder / "sm_90a" / "small_c8_t1.cubin").write_bytes(b"not really a cubin")
+    return path
+
+
+def test_every_variant_is_shipped_for_every_arch() -> None:
+    shipped = manifest.shipped()
+    found = {(kernel.key, kernel.arch) for kernel in shipped.kernels}
+    assert found == {(v.key, arch) for v in variants.SHIPPED for arch in variants.ARCHS}
+    for kernel in shipped.kernels:
+        assert shipped.read(kernel)[:4] == b"\x7fELF"
+
+
+def test_archs_come_oldest_first(tmp_path: Path) -> None:
+    archs = ("sm_103a", "sm_90a", "sm_100a")
+    path = _write_manifest(tmp_path, *(_entry(arch=arch) for arch in archs))
+    assert manifest.parse(path).archs == ("sm_90a", "sm_100a", "sm_103a")
+    assert [manifest.capability_of(arch) for arch in archs] == [(10, 3), (9, 0), (10, 0)]
+
+
+def test_a_missing_cubin_is_named(tmp_path: Path) -> None:
+    parsed = manifest.parse(_write_manifest(tmp_path, _entry(file="sm_90a/lost.cubin")))
+    with pytest.raises(SetupError, match=r"(?s)small_c8_t1.*lost\.cubin.*Reinstall"):
+        parsed.read(parsed.kernels[0])
+
+
+def test_a_corrupt_cubin_is_named(tmp_path: Path) -> None:
+    parsed = manifest.parse(_write_manifest(tmp_path, _entry()))
+    assert parsed.read(parsed.kernels[0]) == b"not really a cubin"
+    (tmp_path / "sm_90a" / "small_c8_t1.cubin").write_bytes(b"not really")
+    with pytest.raises(SetupError, match=r"small_c8_t1.*10 bytes.*SHA-256.*manifest.*Reinstall"):
+        parsed.read(parsed.kernels[0])
+
+
+def test_an_unknown_kernel_lists_what_is_shipped(tmp_path: Path) -> None:
+    parsed = manifest.parse(_write_manifest(tmp_path, _entry()))
+    with pytest.raises(SetupError, match=r"no kernel 'tiled' for sm_90a, only small_c8_t1.*export"):
+        parsed.find("tiled", "sm_90a")
+    with pytest.raises(SetupError, match="for sm_100a, only none"):
+        parsed.find("small_c8_t1", "sm_100a")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"abi": 1, "compiler": {}, "kernels": [{}]}']
+)
+def test_a_corrupt_manifest_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_text(text)
+    with pytest.raises(SetupError, match=r"manifest\.json cannot be used: .*Reinstall"):
+        manifest.parse(path)
+
+
+def test_a_manifest_of_another_interface_is_refused(tmp_path: Path) -> None:
+    path = _write_manifest(tmp_path, _entry(), abi=variants.ABI + 1)
+    with pytest.raises(SetupError, match=f"interface {variants.ABI + 1}.*{variants.ABI}"):
+        manifest.parse(path)
+
+
+def test_a_missing_build_product_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_mla, "__path__", [str(tmp_path)])
+    with pytest.raises(SetupError, match=rf"no lib/libjax_mla\.so in {tmp_path}.*pip install"):
+        files.locate("lib/libjax_mla.so")
+
+
+def test_a_corrupt_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupt = tmp_path / "lib" / "libjax_mla.so"
+    corrupt.parent.mkdir()
+    corrupt.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(jax_mla, "__path__", [str(tmp_path)])
+    with pytest.raises(SetupError, match=r"libjax_mla\.so cannot be used: .*Reinstall"):
+        library.library.__wrapped__()
+
+
+def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "ABI", variants.ABI + 1)
+    with pytest.raises(SetupError, match=rf"interface {variants.ABI - 1}, the Python code"):
+        library.library.__wrapped__()
+
+
+def test_the_library_exports_nothing_else() -> None:
+    """Symbols of ours or of libstdc++ must not meet those of another library in the process."""
+    path = files.locate("lib/libjax_mla.so")
+    if (nm := shutil.which("nm")) is None:
+        pytest.skip("no nm")
+    listing = subprocess.run(
+        [nm, "-D", "--defined-only", path], capture_output=True, text=True, check=True
+    ).stdout
+    assert {line.split()[-1].split("@")[0] for line in listing.splitlines()} == {
+        "JaxMlaQAbsorb",
+        "JaxMlaQAbsorbInitialize",
+        "jax_mla_abi",
+        "jax_mla_add_kernel",
+        "jax_mla_set_loader",
+    }
+
+
+def test_the_cuda_backend_gets_both_stages() -> None:
+    """JAX holds the target back until the CUDA backend starts; this stands in for that start."""
+    program = """
+from jax._src.lib import xla_client
+import jax_mla.runtime
+targets = {}
+def backend(name, stages, platform, api_version, *traits):
+    targets[name] = sorted(stages), platform, api_version
+xla_client.register_custom_call_handler("CUDA", backend)
+print(targets[jax_mla.runtime.TARGET])
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout.strip() == "(['execute', 'initialize'], 'CUDA', 1)", run.stderr
+
+
+def _missing_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    return False
+
+
+needs_no_driver = pytest.mark.skipif(not _missing_driver(), reason="this machine has a driver")
+
+
+@needs_no_driver
+def test_a_missing_driver_is_named() -> None:
+    with pytest.raises(SetupError, match=r"device 0: .*driver has no cuInit.*Install driver"):
+        runtime.unsupported_reason(0)
+    with pytest.raises(SetupError, match="Install driver"):
+        runtime.load("small_c8_t1", 0)
+
+
+@needs_no_driver
+def test_a_failed_load_reaches_the_library_as_text() -> None:
+    message = ctypes.create_string_buffer(b"?" * 64, 64)
+    registration._load_for_library(0, b"small_c8_t1", ctypes.addressof(message), 64)
+    assert message.value.startswith(b"device 0: the NVIDIA driver has no cuInit")
+    assert len(message.value) == 63  # cut to what fits
+
+
+def test_missing_cuda_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(SetupError, match=r"cuda-python is needed.*pip install 'jax_mla\[cuda13\]'"):
+        device.bindings.__wrapped__()
+
+
+def test_a_failed_driver_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver answers here with its own error, as it does for a damaged cubin."""
+    real = device.bindings()
+
+    class Driver:
+        CUresult = real.CUresult
+
+        @staticmethod
+        def cuLibraryLoadData(*_: object) -> tuple[object, None]:
+            return real.CUresult.CUDA_ERROR_INVALID_IMAGE, None
+
+    monkeypatch.setattr(device, "bindings", lambda: Driver)
+    with pytest.raises(SetupError, match="loading: cuLibraryLoadData returned CUDA_ERROR_"):
+        device.call("cuLibraryLoadData", b"", task="loading")
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("0", False), ("1", True)])
+def test_options_are_read_from_the_environment(value: str | None, expected: bool) -> None:
+    environment = {} if value is None else {"JAX_MLA_CHECK_SLOTS": value}
+    assert config.parse(environment).check_slots is expected
+
+
+def test_an_option_with_a_meaningless_value_is_refused() -> None:
+    with pytest.raises(ValueError, match="JAX_MLA_CHECK_SLOTS must be 0 or 1, got 'yes'"):
+        config.parse({"JAX_MLA_CHECK_SLOTS": "yes"})
