@@ -107,6 +107,8 @@ void LaunchFollowsThePlanOfTheKernel() {
   const auto& cluster = driver->attribute.value.clusterDim;
   CHECK(cluster.x == 8 && cluster.y == 1 && cluster.z == 1);
   CHECK(driver->extra == nullptr);
+  CHECK(Execute({.batch = 8}) == "");
+  CHECK(driver->config.gridDimZ == 2);  // no token block without a token
 }
 
 void ParametersComeInTheOrderOfTheCubins() {
