@@ -58,7 +58,7 @@ def _print_cubins() -> None:
 
 def _print_devices() -> None:
     print("devices:")
-    call("cuInit", 0, task="NVIDIA driver")
+    call("cuInit", 0, task="starting CUDA")
     major, minor = driver_version()
     print(f"  driver for CUDA {major}.{minor}")
     for ordinal in range(call("cuDeviceGetCount", task="GPUs")):

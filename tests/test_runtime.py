@@ -165,7 +165,7 @@ needs_no_driver = pytest.mark.skipif(not _missing_driver(), reason="this machine
 
 @needs_no_driver
 def test_a_missing_driver_is_named() -> None:
-    with pytest.raises(SetupError, match=r"device 0: .*driver has no cuInit.*Install driver"):
+    with pytest.raises(SetupError, match=r"device 0: .*driver is missing.*cuInit.*Install driver"):
         runtime.unsupported_reason(0)
     with pytest.raises(SetupError, match="Install driver"):
         runtime.load("small_c8_t1", 0)
@@ -174,8 +174,8 @@ def test_a_missing_driver_is_named() -> None:
 @needs_no_driver
 def test_a_failed_load_reaches_the_library_as_text() -> None:
     message = ctypes.create_string_buffer(b"?" * 64, 64)
-    registration._load_for_library(0, b"small_c8_t1", ctypes.addressof(message), 64)
-    assert message.value.startswith(b"device 0: the NVIDIA driver has no cuInit")
+    registration._CALLBACK(0, b"small_c8_t1", ctypes.addressof(message), 64)
+    assert message.value.startswith(b"device 0: the NVIDIA driver is missing")
     assert len(message.value) == 63  # cut to what fits
 
 

@@ -44,7 +44,7 @@ def call(name: str, *arguments: Any, task: str) -> Any:
     except RuntimeError as error:
         # cuda-python's way to say that libcuda, or this function in it, was not found.
         raise SetupError(
-            f"{task}: the NVIDIA driver has no {name} ({error})."
+            f"{task}: the NVIDIA driver is missing or too old ({name}: {error})."
             f" Install driver {OLDEST_DRIVER} or newer."
         ) from error
     if status != driver.CUresult.CUDA_SUCCESS:

@@ -21,7 +21,7 @@ def register() -> None:
         SetupError: the library is missing, cannot be opened, or is not of this version.
     """
     opened = library()
-    opened.jax_mla_set_loader(_load_for_library)
+    opened.jax_mla_set_loader(_CALLBACK)
     stages = {
         "initialize": jax.ffi.pycapsule(opened.JaxMlaQAbsorbInitialize),
         "execute": jax.ffi.pycapsule(opened.JaxMlaQAbsorb),
@@ -29,7 +29,6 @@ def register() -> None:
     jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
 
 
-@LOADER
 def _load_for_library(ordinal: int, key: bytes, message: int, message_bytes: int) -> None:
     """Called by the library when a program meets a kernel that its lowering has not loaded."""
     try:
@@ -38,3 +37,7 @@ def _load_for_library(ordinal: int, key: bytes, message: int, message_bytes: int
         expected = isinstance(error, SetupError | UnsupportedError)
         text = (str(error) if expected else repr(error)).encode()[: message_bytes - 1]
         ctypes.memmove(message, text + b"\0", len(text) + 1)
+
+
+_CALLBACK = LOADER(_load_for_library)
+"""Kept for as long as the process runs: the library holds its address."""
