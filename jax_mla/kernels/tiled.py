@@ -1,0 +1,227 @@
+"""The kernel for a few tokens: BF16 MMA with FP32 accumulation, tokens held in registers."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, Uint64, cute
+
+from jax_mla.kernels import ptx
+from jax_mla.kernels.cluster import WARPS, MmaQuery
+from jax_mla.kernels.convert import chain_sum, dot, e4m3_pair, floats, new_chains, normed_words
+from jax_mla.kernels.plan import q_row
+from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK
+from jax_mla.variants import THREADS, Variant
+
+SLICE = Q_RANK // WARPS
+"""Split-K: warp w multiplies columns 192 w .. 192 w + 191 of the query latent."""
+CHUNKS = SLICE // 32
+"""A fragment load covers 32 columns: 4 quarters of 8. Both operands use this order of columns, so
+the MMA's own order does not matter."""
+QB_STRIDE = Q_RANK + 32
+"""Row stride of Q_B in shared memory: 8 rows x 4 quarters of 16 bytes hit all banks evenly."""
+
+
+class TiledQuery(MmaQuery):
+    """Queries and KV rows of `tokens` tokens of one head, by a cluster, on tensor cores.
+
+    Fixed at build: tokens T (8 or 16), cluster size C.
+    Free at run time: batch, heads, row stride of qkv, cache size, eps.
+    Reads  its own part of w_qb and w_uk once, T whole query latents straight into MMA fragments.
+    Writes q: latent columns and rope columns of its part, every byte by one thread; cache: a row by
+        one warp (insert_row).
+    Sync   rows_full: the bulk copies of the CTA's Q_B rows have landed.
+        nope_full: all C CTAs' nope blocks have landed here (bulk DSMEM copies).
+        cluster phase 1: nope_full of every peer is initialised before anyone copies to it.
+        cluster phase 2: every CTA has received its blocks, so the sources may be given up.
+        Block barriers: after the sums of squares, after the partial products, after `block` is
+        filled (one thread a peer sends it; all threads' copies of W_UK have landed).
+    """
+
+    blocks_per_sm = 2
+
+    def __init__(self, variant: Variant):
+        super().__init__(variant)
+        if self.tokens not in (8, 16):
+            raise ValueError(f"tokens: 8 or 16 expected, got {self.tokens}")
+        self.nope_tiles, self.rope_tiles = self.nope // 8, -(-self.rope // 8)
+        self.tiles = self.nope_tiles + self.rope_tiles
+        self.qb_at = self.shared.add(self.rows * QB_STRIDE * 2, align=128)
+        self.uk_at = self.shared.add(NOPE * self.uk_stride * 2)
+        self.partial_at = self.shared.add(WARPS * self.tiles * self.halves * 32 * 8)
+        self.block_at = self.shared.add(self.block_bytes)
+        self.nope_at = self.shared.add(self.block_bytes * self.cluster)
+        self.square_at = self.shared.add(self.tokens * WARPS * 4)
+        self.rows_full_at = self.shared.add(8)
+        self.nope_full_at = self.shared.add(8)
+
+    @cute.jit
+    def copy_w_qb(self, w_qb, qb, rows_full, part, head, lane):
+        """One warp starts the copy of this CTA's Q_B rows, a row a lane."""
+        for row in range(lane, self.rows, 32):
+            source = part * self.nope + row
+            if row >= self.nope:
+                source = NOPE + part * self.rope + row - self.nope
+            ptx.copy_bulk(
+                qb + row * QB_STRIDE,
+                w_qb + (Int64(head) * HEAD_ROWS + source) * Q_RANK,
+                Q_RANK * 2,
+                rows_full,
+            )
+
+    def load_tokens(self, qkv, stride, first, batch, warp, lane):
+        """This warp's slice of 16 tokens as MMA fragments, [chunk][half] of four words."""
+        # A token past the batch repeats the last one and is not stored.
+        rows = [
+            qkv
+            + Int64(cutlass.min(first + lane // 4 + 8 * h, batch - 1)) * stride
+            + (SLICE * warp + 8 * (lane % 4))
+            for h in range(self.halves)
+        ]
+        return [[ptx.load_global_16(row + 32 * c) for row in rows] for c in range(CHUNKS)]
+
+    def square_sums(self, words, squares, warp, lane):
+        """Leaves each token's sum of squares over this warp's slice in squares[token, warp]."""
+        for h in range(self.halves):
+            chains = new_chains()
+            for c in range(CHUNKS):
+                values = floats(words[c][h])
+                chains = dot(values, values, chains)
+            total = chain_sum(chains)
+            # All four quarters hold the sum; they store the same value to the same word.
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=4)
+            squares[(lane // 4 + 8 * h) * WARPS + warp] = total
+
+    def normed(self, words, squares, gamma, eps, lane):
+        """bf16(x * r * gamma) of the fragments, r from the sums of squares of all warps."""
+        scales = []
+        for h in range(self.halves):
+            row = squares + (lane // 4 + 8 * h) * WARPS
+            s = [*ptx.load_shared_f32x4(row), *ptx.load_shared_f32x4(row + 4)]
+            total = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
+            scales.append(ptx.rsqrt(cute.math.fma(total, Float32(1 / Q_RANK), eps)))
+        return [
+            [normed_words(floats(words[c][h]), r, floats(gamma[c])) for h, r in enumerate(scales)]
+            for c in range(CHUNKS)
+        ]
+
+    def project(self, x, qb, warp, lane):
+        """This warp's share of Q_B: [tile] of four sums, over its slice of the latent."""
+        group = lane // 4
+        zero = [Float32(0)] * 4
+        # Two chains a tile halve the latency of dependent MMAs.
+        acc = [[zero, zero] for _ in range(self.tiles)]
+        for c in range(CHUNKS):
+            low = x[c][0]
+            high = x[c][1] if self.halves == 2 else [Uint32(0)] * 4
+            for n in range(self.tiles):
+                # With 4 rope rows a CTA the upper half of their tile repeats the lower one.
+                row = 8 * n + group if self.rope >= 8 or n < self.nope_tiles else 8 * n + group % 4
+                b = ptx.load_shared_16(
+                    qb + row * QB_STRIDE + (SLICE * warp + 32 * c + 8 * (lane % 4))
+                )
+                for s in range(2):
+                    a = (low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1])
+                    acc[n][s] = ptx.mma(acc[n][s], a, b[2 * s : 2 * s + 2])
+        return [[even[i] + odd[i] for i in range(4)] for even, odd in acc]
+
+    @cute.jit
+    def reduce(self, partial, block, q, inverse, first, batch, heads, part, head, tid):
+        """Sums the warps' products in a fixed order: nope values to `block`, rope bytes to q."""
+        slots: cutlass.Constexpr = self.tiles * self.halves * 32
+        for item in range(tid, slots, THREADS):
+            lane, fragment = item % 32, item // 32
+            tile, half = fragment // self.halves, fragment % self.halves
+            low, high = Float32(0), Float32(0)
+            for w in cutlass.range_constexpr(WARPS):
+                x, y = ptx.load_shared_f32x2(partial + 2 * (w * slots + item))
+                low, high = low + x, high + y
+            word = ptx.pack_bf16(low, high)
+            token = lane // 4 + 8 * half
+            column = 8 * tile + 2 * (lane % 4)
+            if tile < self.nope_tiles:
+                ptx.store_shared_b32(block + token * self.nope_stride + column, word)
+            elif (first + token < batch) & (column < self.rows):
+                out = q_row(q, first + token, heads, head) + KV_RANK + part * self.rope
+                ptx.store_global_b16(
+                    out + (column - self.nope), e4m3_pair(*ptx.unpack_bf16(word), inverse)
+                )
+
+    @cute.kernel
+    def kernel(
+        self,
+        qkv: cute.Pointer,
+        q_norm: cute.Pointer,
+        kv_norm: cute.Pointer,
+        w_qb: cute.Pointer,
+        w_uk: cute.Pointer,
+        cache: cute.Pointer,
+        slots: cute.Pointer,
+        q_scale: cute.Pointer,
+        k_scale: cute.Pointer,
+        q: cute.Pointer,
+        stride: Int64,
+        cache_rows: Int64,
+        batch: Int32,
+        eps: Float32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        part, head, tile = cute.arch.block_idx()
+        _, heads, _ = cute.arch.grid_dim()
+        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
+        first = tile * self.tokens
+        base = cute.arch.get_dyn_smem(Uint8, alignment=128)
+        qb = self.shared.view(base, self.qb_at, BFloat16)
+        uk = self.shared.view(base, self.uk_at, BFloat16)
+        partial = self.shared.view(base, self.partial_at, Float32)
+        block = self.shared.view(base, self.block_at, BFloat16)
+        nope = self.shared.view(base, self.nope_at, BFloat16)
+        squares = self.shared.view(base, self.square_at, Float32)
+        rows_full = self.shared.view(base, self.rows_full_at, Uint64)
+        nope_full = self.shared.view(base, self.nope_full_at, Uint64)
+
+        # Weights first: they do not depend on the previous kernel.
+        if warp == 0:
+            if lane == 0:
+                cute.arch.mbarrier_init(rows_full, 1)
+                cute.arch.mbarrier_init(nope_full, 1)
+                cute.arch.mbarrier_init_fence()
+                cute.arch.mbarrier_arrive_and_expect_tx(rows_full, self.rows * Q_RANK * 2)
+                cute.arch.mbarrier_arrive_and_expect_tx(nope_full, self.block_bytes * self.cluster)
+            cute.arch.sync_warp()
+            self.copy_w_qb(w_qb, qb, rows_full, part, head, lane)
+        cute.arch.cluster_arrive_relaxed()
+        self.copy_w_uk(w_uk, uk, self.uk_stride, part, head, tid)
+
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        words = self.load_tokens(qkv, stride, first, batch, warp, lane)
+        inverse = ptx.reciprocal(ptx.load_global_f32(q_scale))
+        self.square_sums(words, squares, warp, lane)
+        gamma = [
+            ptx.load_constant_16(q_norm + (SLICE * warp + 32 * c + 8 * (lane % 4)))
+            for c in range(CHUNKS)
+        ]
+        cute.arch.sync_threads()
+        x = self.normed(words, squares, gamma, eps, lane)
+        # KV rows while the weights are on their way.
+        self.insert(
+            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, first, heads, part,
+            head, warp, lane,
+        )  # fmt: skip
+        cute.arch.mbarrier_wait(rows_full, 0)
+        acc = self.project(x, qb, warp, lane)
+        for n in cutlass.range_constexpr(self.tiles):
+            for h in cutlass.range_constexpr(self.halves):
+                item = ((warp * self.tiles + n) * self.halves + h) * 32 + lane
+                ptx.store_shared_f32x2(partial + 2 * item, acc[n][2 * h], acc[n][2 * h + 1])
+        cute.arch.sync_threads()
+        self.reduce(partial, block, q, inverse, first, batch, heads, part, head, tid)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        cute.arch.cluster_wait()
+        self.send_nope(nope, block, nope_full, part, tid)
+        cute.arch.mbarrier_wait(nope_full, 0)
+        cute.arch.cluster_arrive_relaxed()
+        self.absorb(nope, uk, q, inverse, first, batch, heads, part, head, warp, lane)
+        cute.arch.cluster_wait()

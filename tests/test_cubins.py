@@ -1,0 +1,110 @@
+"""The shipped cubins: what the manifest says is what the machine code is."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import jax_mla
+from jax_mla.variants import ABI, ARCHS, SHIPPED, THREADS
+
+CUBINS = Path(jax_mla.__path__[0]) / "cubins"
+MANIFEST = json.loads((CUBINS / "manifest.json").read_text())
+KERNELS: list[dict[str, Any]] = MANIFEST["kernels"]
+SHARED_BYTES = 232_448
+"""What a CTA may opt in to on compute capability 9.0 and 10.x."""
+REGISTER_LIMIT = 65_536 // (2 * THREADS)
+"""Every kernel is planned for two CTAs an SM."""
+
+
+def build_module(name: str) -> ModuleType:
+    """Loads a module that only the build uses, from the source tree."""
+    path = Path(__file__).parents[1] / "jax_mla" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"jax_mla_build_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+sass = build_module("sass")
+
+
+def test_the_manifest_lists_every_variant_for_every_arch() -> None:
+    assert MANIFEST["abi"] == ABI
+    found = {(entry["key"], entry["arch"]) for entry in KERNELS}
+    assert found == {(variant.key, arch) for variant in SHIPPED for arch in ARCHS}
+    assert len(KERNELS) == len(found)
+
+
+@pytest.mark.parametrize("entry", KERNELS, ids=lambda e: f"{e['arch']}-{e['key']}")
+def test_a_cubin_is_what_the_manifest_says(entry: dict[str, Any]) -> None:
+    cubin = CUBINS / entry["file"]
+    assert hashlib.sha256(cubin.read_bytes()).hexdigest() == entry["sha256"]
+    report = sass.lint(cubin)  # raises on spills, local memory and undefined uniform registers
+    assert report.registers == entry["registers"] <= REGISTER_LIMIT
+    assert entry["shared_memory"] <= SHARED_BYTES
+    # Ten pointers, row stride, cache rows, batch, eps: what the FFI library passes.
+    assert report.params == entry["params"]
+    assert [param["size"] for param in entry["params"]] == [8] * 12 + [4] * 2
+    assert [param["offset"] for param in entry["params"]] == [*range(0, 97, 8), 100]
+    assert entry["symbol"].encode() in cubin.read_bytes()
+
+
+def opcodes(key: str, arch: str) -> list[str]:
+    text = sass.disassemble(CUBINS / arch / f"{key}.cubin")
+    return [opcode for opcode, _ in sass.instructions(text)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tensor_cores_and_bulk_copies_are_used(arch: str) -> None:
+    for variant in SHIPPED:
+        names = opcodes(variant.key, arch)
+        assert any(name.startswith("HMMA") for name in names) == (variant.kernel != "small")
+        assert any(name.startswith("UBLKCP") for name in names)
+        assert "ACQBULK" in names, "the wait for the previous kernel"
+
+
+def test_packed_fp32_where_the_gpu_has_it() -> None:
+    for variant in SHIPPED:
+        assert any(name.startswith("FFMA2") for name in opcodes(variant.key, "sm_100a"))
+        assert not any(name.startswith("FFMA2") for name in opcodes(variant.key, "sm_90a"))
+
+
+MISCOMPILED = """
+        /*0010*/                   UMOV UR6, 0x400 ;
+        /*0020*/                   UMOV UR7, 0x14f00000 ;
+        /*0030*/              @P0 LDGSTS.E.BYPASS.128 [R4+UR0+0x16000], desc[UR1][R2.64] ;
+"""
+
+
+def test_the_lint_finds_uniform_registers_that_nothing_writes() -> None:
+    assert sass.undefined_uniforms(MISCOMPILED) == [
+        "LDGSTS.E.BYPASS.128 [R4+UR0+0x16000], desc[UR1][R2.64]"
+    ]
+    repaired = MISCOMPILED.replace("UR0", "UR6").replace("desc[UR1]", "desc[UR6]")
+    assert sass.undefined_uniforms(repaired) == []
+
+
+def test_the_lint_sees_both_halves_of_a_pair() -> None:
+    text = "/*0010*/ ULDC.64 UR4, c[0x0][0x210] ;\n/*0020*/ LDG.E R2, desc[UR4][R2.64] ;"
+    assert sass.undefined_uniforms(text) == []
+    assert sass.undefined_uniforms(text.replace("ULDC.64", "ULDC")) == [
+        "LDG.E R2, desc[UR4][R2.64]"
+    ]
+
+
+@pytest.mark.parametrize("instruction", ["STL [R1], R2", "LDL.LU R2, [R1]"])
+def test_the_lint_refuses_spills(instruction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "disassemble", lambda cubin: f"/*0010*/ {instruction} ;")
+    with pytest.raises(sass.LintError, match="spill"):
+        sass.lint(Path("x.cubin"))
