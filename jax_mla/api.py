@@ -1,0 +1,120 @@
+"""The public functions."""
+
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_mla import checks, primitive, rules, runtime
+
+
+def q_absorb(
+    qkv: jax.Array,
+    q_norm: jax.Array,
+    kv_norm: jax.Array,
+    w_qb: jax.Array,
+    w_uk: jax.Array,
+    cache: jax.Array,
+    slots: jax.Array,
+    *,
+    q_scale: float | jax.Array = 1.0,
+    k_scale: float | jax.Array = 1.0,
+    eps: float = 1e-6,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Turns one decode step's fused projection into absorbed FP8 queries and stores its KV rows.
+
+    B is tokens of the step (0 to 4096), H heads on this device (1 to 128), P pages, S rows of a
+    page. Same arguments give the same bits, eager, under jit and in a CUDA graph.
+
+    Args:
+        qkv: [B, W] bf16, W >= 2112. Columns: 1536 query latent, 512 KV latent, 64 k_pe. Further
+            columns are ignored. Rows are read in place when W is a multiple of 8, else copied.
+        q_norm: [1536] bf16, RMSNorm weight of the query latent (`q_a_layernorm`).
+        kv_norm: [512] bf16, RMSNorm weight of the KV latent (`kv_a_layernorm`).
+        w_qb: [H * 192, 1536] bf16, `q_b_proj.weight` as in the checkpoint: 128 nope then 64 rope
+            rows a head.
+        w_uk: [H, 128, 512] bf16, the key half of `kv_b_proj.weight` as in the checkpoint.
+        cache: [P, S, 576] float8_e4m3fn. A row holds 512 normalised latent and 64 k_pe columns.
+            Updated in place when the outermost `jax.jit` donates it; otherwise copied.
+        slots: [B] int32, p * S + t to store a token's row as row t of page p. A negative slot
+            stores nothing and still gives a query; so does one beyond the cache (report these with
+            the environment variable JAX_MLA_CHECK_SLOTS=1). Of several tokens with one slot the
+            last one is stored.
+        q_scale: float32 scalar, Python or traced; a query byte is e4m3(value * (1 / q_scale)), to
+            nearest even, saturating at +-448, NaN as 0x7F. 1.0 stores values as they are.
+        k_scale: the same for cache rows.
+        eps: Python float, added to the mean square in both norms. 1e-6 is DeepSeek's.
+        implementation: "auto" for the kernel on a supported GPU and the reference elsewhere,
+            "cuda" for the kernel or an error, "reference" for plain jax.numpy.
+
+    Returns:
+        (q, cache): q is [B, H, 576] float8_e4m3fn, 512 absorbed nope then 64 rope columns a head;
+        cache is the updated cache.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong dtype or shape, or a value known while
+            tracing is out of range.
+        jax_mla.UnsupportedError: "cuda" was asked for and no kernel is shipped for the GPU.
+        jax_mla.SetupError: library, driver or cubin cannot be used.
+        NotImplementedError: under grad; under vmap unless exactly qkv and slots are mapped (the
+            cache then comes back unmapped: `out_axes=(0, None)`).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_mla
+        >>> @jax.jit(donate_argnames="cache")
+        ... def step(qkv, cache, slots):
+        ...     norms = jnp.ones(1536, jnp.bfloat16), jnp.ones(512, jnp.bfloat16)
+        ...     weights = jnp.ones((192, 1536), jnp.bfloat16), jnp.ones((1, 128, 512), jnp.bfloat16)
+        ...     return jax_mla.q_absorb(qkv, *norms, *weights, cache, slots, q_scale=1e4)
+        >>> cache = jnp.zeros((2, 64, 576), jnp.float8_e4m3fn)
+        >>> slots = jnp.array([0, 70, -1], jnp.int32)
+        >>> q, cache = step(jnp.ones((3, 2112), jnp.bfloat16), cache, slots)
+        >>> q.shape
+        (3, 1, 576)
+    """
+    rules.check_eps(eps)
+    rules.check_implementation(implementation)
+    scales = _scale("q_scale", q_scale), _scale("k_scale", k_scale)
+    operands = (qkv, q_norm, kv_norm, w_qb, w_uk, cache, slots, *scales)
+    checks.report_dropped(slots, rules.problem_of(*operands))
+    return primitive.bind(*operands, eps=float(eps), implementation=implementation)
+
+
+def _scale(name: str, value: Any) -> Any:
+    """Returns a scale as a float32 scalar where it is one or a Python number, else as it came."""
+    if isinstance(value, numbers.Real):
+        rules.check_scale(name, float(value))
+        return np.float32(float(value))
+    if getattr(value, "weak_type", False):  # a Python number that became a tracer
+        return jax.lax.convert_element_type(value, np.float32)
+    return value
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """Returns what `jax.export.export` needs as `disabled_checks` to accept the custom call.
+
+    A program exported with it runs where the same interface version of jax_mla is imported.
+
+    Example:
+        >>> import jax, jax_mla
+        >>> checks = jax_mla.export_checks()
+        >>> export = jax.export.export(jax.jit(jax_mla.q_absorb), disabled_checks=checks)
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(runtime.TARGET)]
+
+
+def supported(device: jax.Device | None = None) -> str | None:
+    """Returns why "auto" uses the reference on a device, or None when it uses a kernel.
+
+    Args:
+        device: of this process; None for the default one.
+
+    Raises:
+        jax_mla.SetupError: the device is an NVIDIA GPU, but driver or cuda-python cannot be used.
+    """
+    device = device or jax.local_devices()[0]
+    if device.platform != "gpu":
+        return f"{device} is no NVIDIA GPU: kernels are shipped for NVIDIA GPUs only."
+    return runtime.unsupported_reason(device.local_hardware_id)

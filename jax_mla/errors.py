@@ -1,0 +1,15 @@
+"""Exceptions of the package beyond TypeError and ValueError."""
+
+
+class UnsupportedError(NotImplementedError):
+    """The call is right but no kernel is shipped for it.
+
+    The text names the GPU and what is shipped.
+    """
+
+
+class SetupError(RuntimeError):
+    """Library, driver or cubin cannot be used.
+
+    The text says what was found, what is needed and what to do.
+    """
