@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sysconfig
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,21 @@ class LintError(RuntimeError):
     """A cubin that must not be shipped."""
 
 
+def _nvdisasm() -> Path:
+    """Returns the tool's path. An isolated build has its packages beside the interpreter's own."""
+    try:
+        files = metadata.files("nvidia-cuda-nvdisasm") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "nvdisasm":
+            return Path(str(file.locate()))
+    raise LintError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
+
+
 def disassemble(cubin: Path) -> str:
     """Returns nvdisasm's text of `cubin`, sections and attributes included."""
-    tool = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "nvdisasm"
-    if not tool.exists():
-        raise LintError(f"{tool} is missing: pip install nvidia-cuda-nvdisasm")
+    tool = _nvdisasm()
     result = subprocess.run([tool, cubin], capture_output=True, text=True, check=False)
     if result.returncode:
         raise LintError(f"{cubin.name}: nvdisasm failed: {result.stderr.strip()}")
