@@ -1,0 +1,66 @@
+"""Where a measurement was made: enough to repeat it."""
+
+import datetime
+import importlib.resources
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+import jax
+
+import jax_mla
+
+ROOT = pathlib.Path(__file__).parents[1]
+CLOCKS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+
+
+def gpu_query(*fields: str) -> dict[str, str]:
+    """What nvidia-smi says of the first device's `fields`; it only reads."""
+    ordinal = jax.local_devices()[0].local_hardware_id
+    command = ["nvidia-smi", f"--id={ordinal}", f"--query-gpu={','.join(fields)}"]
+    line = subprocess.run(
+        [*command, "--format=csv,noheader"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    return dict(zip(fields, line.split(", "), strict=True))
+
+
+def clocks() -> dict[str, str]:
+    return gpu_query(*CLOCKS)
+
+
+def environment(commit: str | None) -> dict[str, object]:
+    """The machine, the software and the command line.
+
+    Args:
+        commit: the commit measured; None asks git.
+    """
+    gpu = gpu_query("name", "driver_version")
+    manifest = importlib.resources.files("jax_mla") / "cubins" / "manifest.json"
+    return {
+        "gpu": gpu["name"],
+        "driver": gpu["driver_version"],
+        "jax": jax.__version__,
+        "jax_mla": jax_mla.__version__,
+        "kernels": json.loads(manifest.read_text())["source_hash"],
+        "commit": commit or _commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def _commit() -> str:
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if described.returncode:
+        raise SystemExit("this folder is no git checkout: name the commit with --commit")
+    return described.stdout.strip()

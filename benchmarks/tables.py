@@ -1,0 +1,95 @@
+"""Writes README.md's speed tables from benchmarks/results/*.json.
+
+python benchmarks/tables.py            # rewrites the part between the markers
+python benchmarks/tables.py --check    # exits 1 when README.md differs from the results
+"""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- speed: begin, written by benchmarks/tables.py -->", "<!-- speed: end -->"
+HEADER = (
+    "heads",
+    "B",
+    "floor",
+    "jnp in jit",
+    "jax_mla",
+    "p10 to p90",
+    "times faster",
+    "share of floor",
+    "kernel",
+)
+
+
+def tables(results: pathlib.Path) -> str:
+    """One Markdown table for each results file, each under a line that says where it was made."""
+    files = sorted(results.glob("*.json"))
+    parts = [_table(json.loads(file.read_text()), file.name) for file in files]
+    return "\n\n".join(parts) if parts else "No results are committed yet."
+
+
+def _table(results: dict[str, Any], name: str) -> str:
+    facts = results["environment"]
+    title = (
+        f"{facts['gpu']}, driver {facts['driver']}, jax {facts['jax']}, jax_mla"
+        f" {facts['jax_mla']} ({facts['commit']}), {facts['date']}, SM clock"
+        f" {facts['clocks_before']['clocks.sm']} before and {facts['clocks_after']['clocks.sm']}"
+        f" after ([{name}](benchmarks/results/{name})). Microseconds a layer:"
+    )
+    lines = [_line(HEADER), _line(["---:"] * (len(HEADER) - 1) + ["---"])]
+    return "\n".join([title, "", *lines, *(_line(_cells(row)) for row in results["rows"])])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    ours, peer = row["timings"]["jax_mla"], row["timings"]["jnp"]
+    return [
+        str(row["heads"]),
+        str(row["batch"]),
+        f"{row['floor_us']:.1f}",
+        f"{peer['us']:.1f}",
+        f"{ours['us']:.1f}",
+        f"{ours['p10']:.1f} to {ours['p90']:.1f}",
+        f"{peer['us'] / ours['us']:.1f}",
+        f"{row['floor_us'] / ours['us']:.0%}",
+        f"`{row['variant']}`",
+    ]
+
+
+def _line(cells: list[str] | tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def with_tables(readme: str, generated: str) -> str:
+    """The README's text with `generated` between the markers.
+
+    Raises:
+        ValueError: the text does not hold each marker once, in order.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    old, end, after = rest.partition(END)
+    if not (begin and end) or BEGIN in old + after or END in after:
+        raise ValueError(f"README.md must hold {BEGIN!r} and then {END!r}, once each.")
+    return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write README.md's speed tables.")
+    parser.add_argument("--check", action="store_true", help="compare only; exit 1 on a difference")
+    check = parser.parse_args().check
+    written = README.read_text()
+    wanted = with_tables(written, tables(RESULTS))
+    if check:
+        stale = written != wanted
+        print("README.md is stale: run python benchmarks/tables.py" if stale else "up to date")
+        return int(stale)
+    README.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

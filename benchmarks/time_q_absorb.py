@@ -1,0 +1,146 @@
+"""Times jax_mla.q_absorb against jax.numpy inside jit, on this machine's GPU.
+
+    python benchmarks/time_q_absorb.py                     # the timed shapes; writes results/*.json
+    python benchmarks/time_q_absorb.py --variants all      # every shipped kernel on those shapes
+    python benchmarks/time_q_absorb.py --variants small_c8_t1 tiled_c8_t8 --heads 16 --batch 1 2 4
+
+workload.py says what a program is and clock.py how it is timed. All programs are compiled first;
+then the programs of one shape are timed in turns.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import peer
+from clock import time_in_turns
+from environment import clocks, environment
+from forced import forced_variant
+from shapes import TIMED_BATCHES, TIMED_HEADS
+from workload import Chain, Workload
+
+import jax_mla
+import jax_mla.testing
+from jax_mla import variants
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+OURS = functools.partial(jax_mla.q_absorb, implementation="cuda")
+PEER_AGREEMENT = 0.02  # share of bytes that may differ: BF16 GEMMs round in another order
+
+
+def lowered_programs(
+    workloads: list[Workload], keys: list[str]
+) -> Iterator[tuple[tuple[Workload, str], jax.stages.Lowered]]:
+    """Every program of the run under (workload, name)."""
+    for workload in workloads:
+        for key in keys:
+            with forced_variant(key):
+                lowered = workload.lower(OURS)
+            yield (workload, key), lowered
+        if not keys:
+            yield (workload, "jax_mla"), workload.lower(OURS)
+            yield (workload, "jnp"), workload.lower(peer.q_absorb)
+
+
+def compile_all(
+    workloads: list[Workload], keys: list[str], threads: int
+) -> dict[Workload, dict[str, jax.stages.Compiled]]:
+    """The compiled programs of each workload by name."""
+    compiled: dict[Workload, dict[str, jax.stages.Compiled]] = {w: {} for w in workloads}
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        jobs = {
+            name: pool.submit(program.compile)
+            for name, program in lowered_programs(workloads, keys)
+        }
+        for (workload, name), job in jobs.items():
+            compiled[workload][name] = job.result()
+    return compiled
+
+
+def measure(
+    workload: Workload, compiled: dict[str, jax.stages.Compiled], weights: list[Any]
+) -> dict[str, Any]:
+    """One row of the results: the shape, its floor and a timing for each program."""
+    chains = {name: Chain(program, workload, weights) for name, program in compiled.items()}
+    timings = time_in_turns({name: chain.program() for name, chain in chains.items()})
+    return {
+        "heads": workload.heads,
+        "batch": workload.batch,
+        "layers": workload.layers,
+        "floor_us": round(workload.floor_us, 3),
+        "variant": variants.choose(workload.batch, workload.heads).key,
+        "bytes_differing": _bytes_differing(workload, chains),
+        "timings": {name: timing.rounded() for name, timing in timings.items()},
+    }
+
+
+def _bytes_differing(workload: Workload, chains: dict[str, Chain]) -> float:
+    """Largest share of query bytes in which two programs differ; too large a share raises."""
+    first, *others = (chain.queries[0] for chain in chains.values())
+    shares = [float((jax_mla.testing.e4m3_steps(other, first) > 0).mean()) for other in others]
+    worst = max(shares, default=0.0)
+    if worst > PEER_AGREEMENT:
+        raise SystemExit(f"{workload}: programs differ in {worst:.1%} of the query's bytes")
+    return round(worst, 6)
+
+
+def width(name: str) -> int:
+    return max(8, len(name))
+
+
+def print_row(row: dict[str, Any], names: list[str]) -> None:
+    times = row["timings"]
+    cells = [f"{times[name]['us']:{width(name)}.2f}" for name in names]
+    spread = [f"{times[name]['p10']:.2f}-{times[name]['p90']:.2f}" for name in names]
+    bound = [name for name in names if times[name]["host_us"] > 0.9 * times[name]["us"]]
+    note = f"  host-bound: {', '.join(bound)}" if bound else ""
+    shape = f"{row['heads']:5} {row['batch']:5} {row['floor_us']:7.2f}"
+    print(shape, *cells, f" {row['variant']}  p10-p90 {' '.join(spread)}{note}", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time jax_mla.q_absorb on a GPU.")
+    parser.add_argument("--heads", type=int, nargs="+", default=TIMED_HEADS)
+    parser.add_argument("--batch", type=int, nargs="+", default=TIMED_BATCHES)
+    parser.add_argument(
+        "--variants", nargs="+", default=[], help="time these kernels (or: all), not the peer"
+    )
+    parser.add_argument("--commit", help="commit measured, where the folder is no git checkout")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file; default results/GPU.json")
+    parser.add_argument("--threads", type=int, default=8, help="programs compiled at a time")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    keys = [v.key for v in variants.SHIPPED] if options.variants == ["all"] else options.variants
+    facts = environment(options.commit) | {"clocks_before": clocks()}
+    workloads = [Workload(heads, batch) for heads in options.heads for batch in options.batch]
+    compiled = compile_all(workloads, keys, options.threads)
+    names = keys or ["jax_mla", "jnp"]
+    columns = [f"{name:>{width(name)}}" for name in names]
+    print(f"{'heads':>5} {'batch':>5} {'floor':>7}", *columns, " us a layer; the package's choice")
+    rows = []
+    for heads in options.heads:
+        weights = Workload(heads, 1).weights()
+        for workload in (w for w in workloads if w.heads == heads):
+            rows.append(measure(workload, compiled[workload], weights))
+            print_row(rows[-1], names)
+    facts["clocks_after"] = clocks()
+    output = options.output
+    if output is None and not keys:
+        output = RESULTS / (re.sub(r"\W+", "_", str(facts["gpu"])).lower() + ".json")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
+        print("wrote", output)
+
+
+if __name__ == "__main__":
+    main()

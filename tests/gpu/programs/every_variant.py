@@ -1,0 +1,28 @@
+"""Calls every shipped kernel on small shapes, for compute-sanitizer; prints how many calls ran.
+
+Inputs come from NumPy, so that the process launches next to nothing but the kernels. They are small
+pages with the last row written, and a batch that leaves a tail in every tile.
+"""
+
+import jax
+import numpy as np
+from forced import forced_variant  # benchmarks/ is on the path that the test sets
+
+import jax_mla
+from jax_mla import variants
+from jax_mla.testing import make_inputs
+
+BATCHES = (1, 11)
+
+count = 0
+for batch in BATCHES:
+    inputs = make_inputs(batch, 2, pages=3, page_size=5)
+    slots = np.asarray(inputs["slots"]).copy()
+    slots[-1] = 14
+    slots[: batch // 3] = -1
+    for variant in variants.SHIPPED:
+        with forced_variant(variant.key):
+            call = jax.jit(lambda **x: jax_mla.q_absorb(**x, implementation="cuda"))
+            jax.block_until_ready(call(**{**inputs, "slots": slots}))
+        count += 1
+print("calls", count)

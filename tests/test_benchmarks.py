@@ -1,0 +1,128 @@
+"""The benchmark's arithmetic, its peer, and the tables that the README quotes."""
+
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peer
+import pytest
+import tables
+import workload
+from clock import Program, time_in_turns
+from forced import forced_variant
+from shapes import CHECKED_BATCHES, CHECKED_HEADS, TIMED_BATCHES, TIMED_HEADS
+from workload import Chain, Workload
+
+import jax_mla
+from jax_mla import variants
+from jax_mla.testing import e4m3_steps, make_inputs
+
+RESULTS = {
+    "environment": {
+        "gpu": "GPU",
+        "driver": "1.2",
+        "jax": "0.10",
+        "jax_mla": "0.1",
+        "commit": "abc",
+        "date": "2026-01-01",
+        "clocks_before": {"clocks.sm": "100 MHz"},
+        "clocks_after": {"clocks.sm": "200 MHz"},
+    },
+    "rows": [
+        {
+            "heads": 6,
+            "batch": 8,
+            "floor_us": 1.0,
+            "variant": "tiled",
+            "timings": {
+                "jax_mla": {"us": 4.0, "p10": 3.9, "p90": 4.2},
+                "jnp": {"us": 30.0, "p10": 29.0, "p90": 31.0},
+            },
+        }
+    ],
+}
+
+
+def test_readme_quotes_the_committed_results() -> None:
+    readme = tables.README.read_text()
+    assert tables.with_tables(readme, tables.tables(tables.RESULTS)) == readme
+
+
+def test_every_committed_result_beats_the_peer() -> None:
+    for file in tables.RESULTS.glob("*.json"):
+        for row in json.loads(file.read_text())["rows"]:
+            assert row["timings"]["jax_mla"]["us"] < row["timings"]["jnp"]["us"], row
+
+
+def test_the_table_is_made_from_the_results(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "gpu.json").write_text(json.dumps(RESULTS))
+    lines = tables.tables(tmp_path).splitlines()
+    assert lines[-1] == "| 6 | 8 | 1.0 | 30.0 | 4.0 | 3.9 to 4.2 | 7.5 | 25% | `tiled` |"
+
+
+def test_a_readme_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="once each"):
+        tables.with_tables(f"{tables.BEGIN} {tables.BEGIN} {tables.END}", "table")
+
+
+def test_timed_shapes_are_checked_shapes() -> None:
+    assert set(TIMED_HEADS) <= set(CHECKED_HEADS)
+    assert set(TIMED_BATCHES) - set(CHECKED_BATCHES) <= {16, 32, 64}
+
+
+def test_the_floor_is_bytes_for_few_tokens_and_flops_for_many() -> None:
+    one, many = Workload(16, 1), Workload(16, 4096)
+    assert one.floor_us == pytest.approx(one.weight_bytes / 4.44e6, rel=0.01)
+    assert many.floor_us == pytest.approx(many.weight_bytes * 4096 / 790e6, rel=0.01)
+
+
+def test_the_peer_does_the_same_work() -> None:
+    inputs = make_inputs(3, 2, pages=2, page_size=8)
+    scales = {"q_scale": jnp.float32(0.05), "k_scale": jnp.float32(0.05)}
+    q, cache = jax.jit(peer.q_absorb)(**inputs, **scales)
+    call = jax.jit(lambda **x: jax_mla.q_absorb(**x, implementation="reference"))
+    for actual, expected in zip((q, cache), call(**inputs, **scales), strict=True):
+        steps = np.asarray(e4m3_steps(actual, expected))
+        assert (steps > 0).mean() < 0.02
+
+
+def test_a_chain_runs_and_keeps_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "MAX_LAYERS", 2)
+    monkeypatch.setattr(workload, "CALLS", 4)
+    small = Workload(1, 2)
+    chain = Chain(small.lower(peer.q_absorb).compile(), small, small.weights())
+    pointers = {query.unsafe_buffer_pointer() for query in chain.queries}
+    program = chain.program()
+    assert program.layers == 4
+    program.call()
+    program.wait()
+    assert {query.unsafe_buffer_pointer() for query in chain.queries} == pointers
+    assert len({np.asarray(query).tobytes() for query in chain.queries}) == 4
+
+
+def test_programs_are_timed_in_microseconds_a_layer() -> None:
+    def program(milliseconds: int) -> Program:
+        return Program(call=lambda: time.sleep(milliseconds / 1000), wait=lambda: None, layers=10)
+
+    timings = time_in_turns({"short": program(1), "long": program(3)})
+    assert 100 <= timings["short"].p10 <= timings["short"].us <= timings["short"].p90
+    assert 1.5 < timings["long"].us / timings["short"].us < 4
+
+
+@pytest.mark.parametrize("key", [variant.key for variant in variants.SHIPPED])
+def test_a_forced_variant_is_the_one_in_the_program(key: str) -> None:
+    inputs = make_inputs(1, 2, pages=2, page_size=8)
+    jitted = jax.jit(lambda x: jax_mla.q_absorb(**x, implementation="cuda"))
+    usual = variants.choose
+    with forced_variant(key):
+        program = jitted.trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert f'kernel = "{key}"' in program
+    assert variants.choose is usual
+
+
+def test_an_unknown_variant_names_those_there_are() -> None:
+    with pytest.raises(KeyError, match="small_c8_t1"), forced_variant("none"):
+        pass
