@@ -47,11 +47,24 @@ SMALL_WIDE = Variant(kernel="small", cluster=16, tokens=1)
 TILED_8 = Variant(kernel="tiled", cluster=8, tokens=8)
 TILED_16 = Variant(kernel="tiled", cluster=8, tokens=16)
 TILED_16_NARROW = Variant(kernel="tiled", cluster=4, tokens=16)
+TILED_32_NARROW = Variant(kernel="tiled", cluster=4, tokens=32)
 SLICED_32 = Variant(kernel="sliced", cluster=8, tokens=32)
 SLICED_64 = Variant(kernel="sliced", cluster=8, tokens=64)
 
-SHIPPED = (SMALL, SMALL_WIDE, TILED_8, TILED_16, TILED_16_NARROW, SLICED_32, SLICED_64)
+SHIPPED = (
+    SMALL,
+    SMALL_WIDE,
+    TILED_8,
+    TILED_16,
+    TILED_16_NARROW,
+    TILED_32_NARROW,
+    SLICED_32,
+    SLICED_64,
+)
 """Every variant that is built, linted and installed, for each architecture."""
+
+NARROW_SLOTS = 30
+"""Clusters of 4 that an H200 runs at once, one CTA an SM. Of 8: 15, so 16 heads take two."""
 
 
 def choose(batch: int, heads: int) -> Variant:
@@ -65,8 +78,13 @@ def choose(batch: int, heads: int) -> Variant:
     if batch <= 8:
         return TILED_8
     if batch <= 16:
-        # Clusters of 8 fill 120 of 132 SMs; with 13 to 16 heads that costs a second round.
         return TILED_16_NARROW if 12 < heads <= 16 or heads >= 48 else TILED_16
     if batch <= 32:
-        return TILED_16 if heads <= 8 else TILED_16_NARROW if heads <= 12 else SLICED_32
-    return SLICED_32 if batch <= 64 and heads <= 8 else SLICED_64
+        if heads <= 8:
+            return TILED_16
+        if 2 * heads <= NARROW_SLOTS:
+            return TILED_16_NARROW
+        return TILED_32_NARROW if heads <= NARROW_SLOTS else SLICED_32
+    if batch <= 64 and heads <= 8:
+        return SLICED_32
+    return TILED_32_NARROW if -(-batch // 32) * heads <= NARROW_SLOTS else SLICED_64

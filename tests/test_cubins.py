@@ -20,8 +20,8 @@ MANIFEST = json.loads((CUBINS / "manifest.json").read_text())
 KERNELS: list[dict[str, Any]] = MANIFEST["kernels"]
 SHARED_BYTES = 232_448
 """What a CTA may opt in to on compute capability 9.0 and 10.x."""
-REGISTER_LIMIT = 65_536 // (2 * THREADS)
-"""Every kernel is planned for two CTAs an SM."""
+SM_SHARED_BYTES = 233_472
+SM_REGISTERS = 65_536
 
 
 def build_module(name: str) -> ModuleType:
@@ -51,8 +51,10 @@ def test_a_cubin_is_what_the_manifest_says(entry: dict[str, Any]) -> None:
     cubin = CUBINS / entry["file"]
     assert hashlib.sha256(cubin.read_bytes()).hexdigest() == entry["sha256"]
     report = sass.lint(cubin)  # raises on spills, local memory and undefined uniform registers
-    assert report.registers == entry["registers"] <= REGISTER_LIMIT
     assert entry["shared_memory"] <= SHARED_BYTES
+    # Where shared memory lets two CTAs share an SM, so do the registers.
+    ctas = min(2, SM_SHARED_BYTES // (entry["shared_memory"] + 1024))
+    assert report.registers == entry["registers"] <= SM_REGISTERS // (ctas * THREADS)
     # Ten pointers, row stride, cache rows, batch, eps: what the FFI library passes.
     assert report.params == entry["params"]
     assert [param["size"] for param in entry["params"]] == [8] * 12 + [4] * 2

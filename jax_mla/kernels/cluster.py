@@ -58,8 +58,7 @@ class MmaQuery(ClusterQuery):
     def __init__(self, variant: Variant):
         super().__init__(variant)
         # An MMA has 16 token rows; with 8 tokens the upper half is left empty.
-        self.step, self.halves = min(self.tokens, 16), 1 if self.tokens == 8 else 2
-        self.steps = self.tokens // self.step
+        self.m_tiles, self.halves = -(-self.tokens // 16), min(self.tokens // 8, 2)
         # Strides for which the eight rows of a matrix load fall into different banks.
         self.uk_stride = self.latent + 8
         self.nope_stride = self.nope + 8 if self.nope > 8 else 8
@@ -80,14 +79,14 @@ class MmaQuery(ClusterQuery):
     def absorb(self, nope, uk, q, inverse, first, batch, heads, part, head, warp, lane):
         """W_UK: each warp takes blocks of 16 tokens x 8 latent columns."""
         columns: cutlass.Constexpr = self.latent // 8
-        blocks: cutlass.Constexpr = columns * self.steps
+        blocks: cutlass.Constexpr = columns * self.m_tiles
         for block in range(warp, blocks, WARPS):
-            column, step = block % columns, block // columns
+            column, m = block % columns, block // columns
             weights = []
             for k in cutlass.range_constexpr(NOPE // 32):
                 at = uk + (32 * k + lane) * self.uk_stride + 8 * column
                 weights += list(ptx.load_matrices_transposed(at))
-            token = step * self.step + lane % 8
+            token = 16 * m + lane % 8
             if cutlass.const_expr(self.halves == 2):
                 token += 8 * ((lane // 8) % 2)
             acc = [[Float32(0)] * 4, [Float32(0)] * 4]
@@ -100,7 +99,7 @@ class MmaQuery(ClusterQuery):
                 acc[k % 2] = ptx.mma(acc[k % 2], a, weights[2 * k : 2 * k + 2])
             out = [acc[0][i] + acc[1][i] for i in range(4)]
             for half in cutlass.range_constexpr(self.halves):
-                token = first + step * self.step + lane // 4 + 8 * half
+                token = first + 16 * m + lane // 4 + 8 * half
                 if token < batch:
                     word = ptx.pack_bf16(out[2 * half], out[2 * half + 1])
                     ptx.store_global_b16(

@@ -1,4 +1,4 @@
-"""The kernel for a few tokens: BF16 MMA with FP32 accumulation, tokens held in registers."""
+"""The MMA kernel that holds its tokens in registers: every CTA norms them for itself."""
 
 from __future__ import annotations
 
@@ -24,32 +24,36 @@ QB_STRIDE = Q_RANK + 32
 class TiledQuery(MmaQuery):
     """Queries and KV rows of `tokens` tokens of one head, by a cluster, on tensor cores.
 
-    Fixed at build: tokens T (8 or 16), cluster size C.
+    Fixed at build: tokens T (8, 16 or 32), cluster size C.
     Free at run time: batch, heads, row stride of qkv, cache size, eps.
     Reads  its own part of w_qb and w_uk once, T whole query latents straight into MMA fragments.
     Writes q: latent columns and rope columns of its part, every byte by one thread; cache: a row by
         one warp (insert_row).
     Sync   rows_full: the bulk copies of the CTA's Q_B rows have landed.
         nope_full: all C CTAs' nope blocks have landed here (bulk DSMEM copies).
-        cluster phase 1: nope_full of every peer is initialised before anyone copies to it.
+        cluster phase 1: nope_full of every peer is initialised and every CTA has read its Q_B rows
+        for the last time, so `nope`, which takes that place, may be filled.
         cluster phase 2: every CTA has received its blocks, so the sources may be given up.
-        Block barriers: after the sums of squares, after the partial products, after `block` is
-        filled (one thread a peer sends it; all threads' copies of W_UK have landed).
+        Block barriers: after the sums of squares; for each 16 tokens, after the partial products
+        and, where more follow, after their sums; after `block` is filled (one thread a peer sends
+        it; all threads' copies of W_UK have landed).
     """
-
-    blocks_per_sm = 2
 
     def __init__(self, variant: Variant):
         super().__init__(variant)
-        if self.tokens not in (8, 16):
-            raise ValueError(f"tokens: 8 or 16 expected, got {self.tokens}")
+        if self.tokens not in (8, 16, 32):
+            raise ValueError(f"tokens: 8, 16 or 32 expected, got {self.tokens}")
+        # Tokens a lane holds a fragment of; those of 32 leave registers for one CTA an SM only.
+        self.lane_rows = self.m_tiles * self.halves
+        self.blocks_per_sm = 2 if self.tokens <= 16 else 1
         self.nope_tiles, self.rope_tiles = self.nope // 8, -(-self.rope // 8)
         self.tiles = self.nope_tiles + self.rope_tiles
+        self.partial_items = self.tiles * self.halves * 32
         self.qb_at = self.shared.add(self.rows * QB_STRIDE * 2, align=128)
+        self.nope_at = self.qb_at
         self.uk_at = self.shared.add(NOPE * self.uk_stride * 2)
-        self.partial_at = self.shared.add(WARPS * self.tiles * self.halves * 32 * 8)
+        self.partial_at = self.shared.add(WARPS * self.partial_items * 8)
         self.block_at = self.shared.add(self.block_bytes)
-        self.nope_at = self.shared.add(self.block_bytes * self.cluster)
         self.square_at = self.shared.add(self.tokens * WARPS * 4)
         self.rows_full_at = self.shared.add(8)
         self.nope_full_at = self.shared.add(8)
@@ -69,79 +73,91 @@ class TiledQuery(MmaQuery):
             )
 
     def load_tokens(self, qkv, stride, first, batch, warp, lane):
-        """This warp's slice of 16 tokens as MMA fragments, [chunk][half] of four words."""
+        """This warp's slice of the tokens: [chunk][i] of words, token lane // 4 + 8 i."""
         # A token past the batch repeats the last one and is not stored.
         rows = [
             qkv
-            + Int64(cutlass.min(first + lane // 4 + 8 * h, batch - 1)) * stride
+            + Int64(cutlass.min(first + lane // 4 + 8 * i, batch - 1)) * stride
             + (SLICE * warp + 8 * (lane % 4))
-            for h in range(self.halves)
+            for i in range(self.lane_rows)
         ]
         return [[ptx.load_global_16(row + 32 * c) for row in rows] for c in range(CHUNKS)]
 
     def square_sums(self, words, squares, warp, lane):
         """Leaves each token's sum of squares over this warp's slice in squares[token, warp]."""
-        for h in range(self.halves):
+        for i in range(self.lane_rows):
             chains = new_chains()
             for c in range(CHUNKS):
-                values = floats(words[c][h])
+                values = floats(words[c][i])
                 chains = dot(values, values, chains)
-            total = chain_sum(chains)
             # All four quarters hold the sum; they store the same value to the same word.
-            total = cute.arch.warp_reduction_sum(total, threads_in_group=4)
-            squares[(lane // 4 + 8 * h) * WARPS + warp] = total
+            total = cute.arch.warp_reduction_sum(chain_sum(chains), threads_in_group=4)
+            squares[(lane // 4 + 8 * i) * WARPS + warp] = total
 
     def normed(self, words, squares, gamma, eps, lane):
         """bf16(x * r * gamma) of the fragments, r from the sums of squares of all warps."""
         scales = []
-        for h in range(self.halves):
-            row = squares + (lane // 4 + 8 * h) * WARPS
+        for i in range(self.lane_rows):
+            row = squares + (lane // 4 + 8 * i) * WARPS
             s = [*ptx.load_shared_f32x4(row), *ptx.load_shared_f32x4(row + 4)]
             total = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
             scales.append(ptx.rsqrt(cute.math.fma(total, Float32(1 / Q_RANK), eps)))
         return [
-            [normed_words(floats(words[c][h]), r, floats(gamma[c])) for h, r in enumerate(scales)]
+            [normed_words(floats(words[c][i]), r, floats(gamma[c])) for i, r in enumerate(scales)]
             for c in range(CHUNKS)
         ]
 
     def project(self, x, qb, warp, lane):
-        """This warp's share of Q_B: [tile] of four sums, over its slice of the latent."""
+        """This warp's share of Q_B over its slice: [token tile][tile] of four sums."""
         group = lane // 4
-        zero = [Float32(0)] * 4
-        # Two chains a tile halve the latency of dependent MMAs.
-        acc = [[zero, zero] for _ in range(self.tiles)]
+        # A lone token tile gets two chains a tile: half the latency of dependent MMAs.
+        chains = 2 // self.m_tiles
+        acc = [
+            [[[Float32(0)] * 4 for _ in range(chains)] for _ in range(self.tiles)]
+            for _ in range(self.m_tiles)
+        ]
         for c in range(CHUNKS):
-            low = x[c][0]
-            high = x[c][1] if self.halves == 2 else [Uint32(0)] * 4
             for n in range(self.tiles):
                 # With 4 rope rows a CTA the upper half of their tile repeats the lower one.
                 row = 8 * n + group if self.rope >= 8 or n < self.nope_tiles else 8 * n + group % 4
-                b = ptx.load_shared_16(
-                    qb + row * QB_STRIDE + (SLICE * warp + 32 * c + 8 * (lane % 4))
-                )
+                at = qb + (row * QB_STRIDE + SLICE * warp + 32 * c + 8 * (lane % 4))
+                b = ptx.load_shared_16(at)
                 for s in range(2):
-                    a = (low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1])
-                    acc[n][s] = ptx.mma(acc[n][s], a, b[2 * s : 2 * s + 2])
-        return [[even[i] + odd[i] for i in range(4)] for even, odd in acc]
+                    for m in range(self.m_tiles):
+                        low = x[c][self.halves * m]
+                        high = x[c][2 * m + 1] if self.halves == 2 else [Uint32(0)] * 4
+                        a = (low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1])
+                        chain = s % chains
+                        acc[m][n][chain] = ptx.mma(acc[m][n][chain], a, b[2 * s : 2 * s + 2])
+        return [
+            [[sum(values[1:], values[0]) for values in zip(*tile, strict=True)] for tile in m_tile]
+            for m_tile in acc
+        ]
+
+    def store_partial(self, sums, partial, warp, lane):
+        """This warp's products of 16 tokens, a pair of neighbouring rows of Q_B a word pair."""
+        for n in range(self.tiles):
+            for half in range(self.halves):
+                item = warp * self.partial_items + (n * self.halves + half) * 32 + lane
+                ptx.store_shared_f32x2(partial + 2 * item, *sums[n][2 * half : 2 * half + 2])
 
     @cute.jit
-    def reduce(self, partial, block, q, inverse, first, batch, heads, part, head, tid):
+    def reduce(self, partial, block, q, inverse, m, first, batch, heads, part, head, tid):
         """Sums the warps' products in a fixed order: nope values to `block`, rope bytes to q."""
-        slots: cutlass.Constexpr = self.tiles * self.halves * 32
-        for item in range(tid, slots, THREADS):
+        for item in range(tid, self.partial_items, THREADS):
             lane, fragment = item % 32, item // 32
             tile, half = fragment // self.halves, fragment % self.halves
             low, high = Float32(0), Float32(0)
             for w in cutlass.range_constexpr(WARPS):
-                x, y = ptx.load_shared_f32x2(partial + 2 * (w * slots + item))
+                x, y = ptx.load_shared_f32x2(partial + 2 * (w * self.partial_items + item))
                 low, high = low + x, high + y
             word = ptx.pack_bf16(low, high)
-            token = lane // 4 + 8 * half
+            token = 16 * m + lane // 4 + 8 * half
             column = 8 * tile + 2 * (lane % 4)
             if tile < self.nope_tiles:
-                ptx.store_shared_b32(block + token * self.nope_stride + column, word)
+                ptx.store_shared_b32(block + (token * self.nope_stride + column), word)
             elif (first + token < batch) & (column < self.rows):
-                out = q_row(q, first + token, heads, head) + KV_RANK + part * self.rope
+                out = q_row(q, first + token, heads, head) + (KV_RANK + part * self.rope)
                 ptx.store_global_b16(
                     out + (column - self.nope), e4m3_pair(*ptx.unpack_bf16(word), inverse)
                 )
@@ -189,7 +205,6 @@ class TiledQuery(MmaQuery):
                 cute.arch.mbarrier_arrive_and_expect_tx(nope_full, self.block_bytes * self.cluster)
             cute.arch.sync_warp()
             self.copy_w_qb(w_qb, qb, rows_full, part, head, lane)
-        cute.arch.cluster_arrive_relaxed()
         self.copy_w_uk(w_uk, uk, self.uk_stride, part, head, tid)
 
         cute.arch.griddepcontrol_wait()
@@ -209,13 +224,14 @@ class TiledQuery(MmaQuery):
             head, warp, lane,
         )  # fmt: skip
         cute.arch.mbarrier_wait(rows_full, 0)
-        acc = self.project(x, qb, warp, lane)
-        for n in cutlass.range_constexpr(self.tiles):
-            for h in cutlass.range_constexpr(self.halves):
-                item = ((warp * self.tiles + n) * self.halves + h) * 32 + lane
-                ptx.store_shared_f32x2(partial + 2 * item, acc[n][2 * h], acc[n][2 * h + 1])
-        cute.arch.sync_threads()
-        self.reduce(partial, block, q, inverse, first, batch, heads, part, head, tid)
+        sums = self.project(x, qb, warp, lane)
+        cute.arch.cluster_arrive_relaxed()
+        for m in cutlass.range_constexpr(self.m_tiles):
+            if cutlass.const_expr(m > 0):
+                cute.arch.sync_threads()
+            self.store_partial(sums[m], partial, warp, lane)
+            cute.arch.sync_threads()
+            self.reduce(partial, block, q, inverse, m, first, batch, heads, part, head, tid)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
