@@ -70,7 +70,7 @@ def test_a_readme_without_markers_is_refused() -> None:
 
 def test_timed_shapes_are_checked_shapes() -> None:
     assert set(TIMED_HEADS) <= set(CHECKED_HEADS)
-    assert set(TIMED_BATCHES) - set(CHECKED_BATCHES) <= {16, 32, 64}
+    assert set(TIMED_BATCHES) <= set(CHECKED_BATCHES)
 
 
 def test_the_floor_is_bytes_for_few_tokens_and_flops_for_many() -> None:
