@@ -29,7 +29,7 @@ def make_inputs(
     page_size: int = 64,
     columns: int = QKV_COLUMNS,
     seed: int = 0,
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Returns random arguments of q_absorb, scaled so that queries and cache rows have RMS near 1.
 
     Args:

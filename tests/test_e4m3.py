@@ -17,7 +17,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
-def stored(values: Any, scale: float = 1.0) -> Bytes:
+def stored(values: Any, scale: float | np.float32 = 1.0) -> Bytes:
     """Bytes of FP32 values, compiled."""
     quantized = jax.jit(quantize)(np.asarray(values, np.float32), np.float32(scale))
     return np.asarray(quantized).view(np.uint8)

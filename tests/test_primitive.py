@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
-from jax_mla import checks, config
+from jax_mla import config
 from jax_mla.testing import make_inputs
 
 Bytes = npt.NDArray[np.uint8]
-Inputs = dict[str, jax.Array]
+Inputs = dict[str, Any]
 
 
 def bytes_of(array: Any) -> Bytes:
@@ -67,11 +67,13 @@ def test_scan_carries_the_cache(inputs: Inputs) -> None:
 
 def test_a_donated_cache_is_updated_in_place(inputs: Inputs) -> None:
     step = jax.jit(jax_mla.q_absorb, donate_argnames="cache").lower(**inputs).compile()
-    text = step.as_text()
+    text = step.as_text() or ""
     assert "input_output_alias={ {1}: (0, {}, may-alias) }" in text
     cache = f"u8[{','.join(map(str, inputs['cache'].shape))}]"
     assert not [line for line in text.splitlines() if " copy(" in line and cache in line]
     _, expected = absorb(inputs)
+    # JAX may use numpy's memory for an array made from it, and then donates a copy.
+    inputs["cache"] = jnp.array(inputs["cache"], copy=True)
     place = inputs["cache"].unsafe_buffer_pointer()
     _, updated = step(**inputs)
     assert inputs["cache"].is_deleted()
@@ -218,4 +220,3 @@ def test_slots_beyond_the_cache_are_reported_on_request(
         "slots must be below P * S = 128, got slots[1] = 128; 2 of 4 rows were not stored."
         " Use -1 for a row that must not be stored."
     ]
-    assert checks.config.OPTIONS.check_slots

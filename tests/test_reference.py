@@ -22,7 +22,7 @@ def rows_of(cache: Any) -> Bytes:
     return bytes_of(cache).reshape(-1, 576)
 
 
-def absorb(inputs: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, jax.Array]:
+def absorb(inputs: dict[str, Any], **options: Any) -> tuple[jax.Array, jax.Array]:
     return jax_mla.q_absorb(**inputs, implementation="reference", **options)
 
 
@@ -150,7 +150,7 @@ def test_a_cache_without_pages_stores_nothing() -> None:
     np.testing.assert_array_equal(bytes_of(q), bytes_of(expected))
 
 
-def corrupted(array: Any, place: tuple[int, ...], steps: int) -> Bytes:
+def corrupted(array: Any, place: tuple[Any, ...], steps: int) -> Bytes:
     changed = bytes_of(array).copy()
     up = int(changed[place]) & 0x7F < 0x40
     changed[place] = int(changed[place]) + (steps if up else -steps)

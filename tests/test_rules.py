@@ -15,7 +15,7 @@ from jax_mla.rules import Problem, problem_of
 E4M3, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
 
 
-def aval(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+def aval(dtype: Any, *shape: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -143,7 +143,7 @@ def call(**options: Any) -> Any:
 
 
 def test_the_public_function_checks_while_tracing() -> None:
-    wrong = {name: jnp.zeros(a.shape, a.dtype) for name, a in arguments().items()}
+    wrong: dict[str, Any] = {name: jnp.zeros(a.shape, a.dtype) for name, a in arguments().items()}
     wrong["slots"] = jnp.zeros(4, I32)
     for transformed in (jax_mla.q_absorb, jax.jit(jax_mla.q_absorb)):
         with pytest.raises(ValueError, match=r"slots must be .* = \[3\], got \[4\]"):
