@@ -84,9 +84,11 @@ def test_the_peer_does_the_same_work() -> None:
     scales = {"q_scale": jnp.float32(0.05), "k_scale": jnp.float32(0.05)}
     q, cache = jax.jit(peer.q_absorb)(**inputs, **scales)
     call = jax.jit(lambda **x: jax_mla.q_absorb(**x, implementation="reference"))
-    for actual, expected in zip((q, cache), call(**inputs, **scales), strict=True):
-        steps = np.asarray(e4m3_steps(actual, expected))
-        assert (steps > 0).mean() < 0.02
+    expected_q, expected_cache = call(**inputs, **scales)
+    assert (e4m3_steps(cache, expected_cache) > 0).mean() < 0.001
+    # A CPU may sum the peer's BF16 products in BF16; on a GPU the benchmark compares bytes.
+    q, expected_q = (np.asarray(x, np.float32) for x in (q, expected_q))
+    assert np.linalg.norm(q - expected_q) < 0.05 * np.linalg.norm(expected_q)
 
 
 def test_a_chain_runs_and_keeps_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
