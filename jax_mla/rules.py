@@ -144,7 +144,7 @@ def problem_of(
         _check_array(name, value)
     for name, rank in (("qkv", 2), ("w_uk", 3), ("cache", 3)):
         if len(arguments[name].shape) != rank:
-            raise _shape_error(name, arguments[name], expected="")
+            raise _shape_error(name, arguments[name])
     problem = Problem(
         batch=qkv.shape[0],
         heads=w_uk.shape[0],
@@ -155,7 +155,7 @@ def problem_of(
     _check_sizes(problem)
     for name, shape in _shapes(problem).items():
         if tuple(arguments[name].shape) != shape:
-            raise _shape_error(name, arguments[name], expected=f" = {list(shape)}" if shape else "")
+            raise _shape_error(name, arguments[name], list(shape))
     return problem
 
 
@@ -179,9 +179,10 @@ def _check_array(name: str, value: Array) -> None:
             f"{name} must be a {dtype} array, got {type(value).__name__}."
             f" Convert it: jnp.asarray({name}, jnp.{dtype})."
         )
-    if value.dtype.name != dtype:
+    found = getattr(value.dtype, "name", value.dtype)  # other libraries' dtypes have no name
+    if found != dtype:
         raise TypeError(
-            f"{name} must have dtype {dtype}, got {value.dtype.name}."
+            f"{name} must have dtype {dtype}, got {found}."
             f" Convert it where it is made: {name}.astype(jnp.{dtype})."
         )
     if not all(isinstance(size, int) for size in value.shape):
@@ -191,10 +192,12 @@ def _check_array(name: str, value: Array) -> None:
         )
 
 
-def _shape_error(name: str, value: Array, *, expected: str) -> ValueError:
+def _shape_error(name: str, value: Array, expected: list[int] | None = None) -> ValueError:
     rule = _RULES[name]
+    known = expected is None or str(expected) in rule.layout
+    sizes = "" if known else f" = {expected}"
     return ValueError(
-        f"{name} must be {rule.layout}{expected}, got {list(value.shape)}. {rule.remedy}"
+        f"{name} must be {rule.layout}{sizes}, got {list(value.shape)}. {rule.remedy}"
     )
 
 

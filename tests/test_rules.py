@@ -82,7 +82,7 @@ def name_of(value: Any) -> str | None:
 def assert_says(message: str, name: str, words: tuple[str, ...]) -> None:
     assert message.startswith(f"{name} must "), message
     assert all(word in message for word in words), message
-    assert "got" in message, message
+    assert message.count("got ") == 1, message
     assert re.fullmatch(r".+\. [A-Z].+\.", message), f"no remedy in: {message}"
 
 
