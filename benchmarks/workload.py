@@ -65,16 +65,30 @@ class Workload:
 
     def weights(self) -> list[tuple[jax.Array, ...]]:
         """Random q_norm, kv_norm, w_qb and w_uk of every layer."""
-        weights: list[tuple[jax.Array, ...]]
-        weights = _weights(jax.random.key(0), heads=self.heads, layers=self.layers)
-        return weights
+        return [self._layer(key) for key in jax.random.split(jax.random.key(0), self.layers)]
+
+    def _layer(self, key: jax.Array) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(key, 4)
+        return (
+            1 + _normal(keys[0], (Q_RANK,), 0.1),
+            1 + _normal(keys[1], (KV_RANK,), 0.1),
+            _normal(keys[2], (self.heads * HEAD_ROWS, Q_RANK), Q_RANK**-0.5),
+            _normal(keys[3], (self.heads, NOPE, KV_RANK), NOPE**-0.5),
+        )
 
     def state(self) -> dict[str, Any]:
         """The remaining arguments of a chain."""
-        sizes = {"heads": self.heads, "batch": self.batch}
-        state: dict[str, Any]
-        state = _state(jax.random.key(1), **sizes, layers=self.layers, rounds=self.rounds)
-        return state
+        row_key, slot_key = jax.random.split(jax.random.key(1))
+        steps, fp8 = self.layers * self.rounds, jnp.float8_e4m3fn
+        shape = (self.batch, QKV_COLUMNS)
+        slots = jax.random.permutation(slot_key, PAGES * PAGE_SIZE)
+        return {
+            "rows": [_normal(key, shape, 1.0) for key in jax.random.split(row_key, steps)],
+            "slots": slots[: self.batch].astype(jnp.int32),
+            "scale": jnp.float32(0.05),
+            "caches": [jnp.zeros((PAGES, PAGE_SIZE, ROW), fp8) for _ in range(self.layers)],
+            "spent": [jnp.zeros((self.batch, self.heads, ROW), fp8) for _ in range(steps)],
+        }
 
     def lower(self, implementation: Implementation) -> jax.stages.Lowered:
         """The chain over `implementation`, ready to compile; allocates nothing."""
@@ -83,35 +97,10 @@ class Workload:
         return lowered
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "layers"))
-def _weights(key: jax.Array, heads: int, layers: int) -> list[tuple[jax.Array, ...]]:
-    keys = jax.random.split(key, 4)
-
-    def normal(index: int, *shape: int) -> jax.Array:
-        return jax.random.normal(keys[index], (layers, *shape), jnp.bfloat16)
-
-    stacked = (
-        1 + 0.1 * normal(0, Q_RANK),
-        1 + 0.1 * normal(1, KV_RANK),
-        normal(2, heads * HEAD_ROWS, Q_RANK) * Q_RANK**-0.5,
-        normal(3, heads, NOPE, KV_RANK) * NOPE**-0.5,
-    )
-    return [tuple(array[layer] for array in stacked) for layer in range(layers)]
-
-
-@functools.partial(jax.jit, static_argnames=("heads", "batch", "layers", "rounds"))
-def _state(key: jax.Array, heads: int, batch: int, layers: int, rounds: int) -> dict[str, Any]:
-    row_key, slot_key = jax.random.split(key)
-    rows = jax.random.normal(row_key, (layers * rounds, batch, QKV_COLUMNS), jnp.bfloat16)
-    slots = jax.random.permutation(slot_key, PAGES * PAGE_SIZE)[:batch]
-    fp8 = jnp.float8_e4m3fn
-    return {
-        "rows": list(rows),
-        "slots": slots.astype(jnp.int32),
-        "scale": jnp.float32(0.05),
-        "caches": [jnp.zeros((PAGES, PAGE_SIZE, ROW), fp8) for _ in range(layers)],
-        "spent": [jnp.zeros((batch, heads, ROW), fp8) for _ in range(layers * rounds)],
-    }
+@functools.partial(jax.jit, static_argnames="shape")
+def _normal(key: jax.Array, shape: tuple[int, ...], deviation: float) -> jax.Array:
+    """Normal bf16 values; one array a call, as XLA would generate a stack anew for each slice."""
+    return (deviation * jax.random.normal(key, shape)).astype(jnp.bfloat16)
 
 
 def _jitted_chain(implementation: Implementation) -> Any:

@@ -72,7 +72,8 @@ def test_tensor_cores_and_bulk_copies_are_used(arch: str) -> None:
     for variant in SHIPPED:
         names = opcodes(variant.key, arch)
         assert any(name.startswith("HMMA") for name in names) == (variant.kernel != "small")
-        assert any(name.startswith("UBLKCP") for name in names)
+        # Where the weights do not go straight into registers.
+        assert any(name.startswith("UBLKCP") for name in names) == (variant.kernel != "sliced")
         assert "ACQBULK" in names, "the wait for the previous kernel"
 
 

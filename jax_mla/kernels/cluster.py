@@ -63,16 +63,23 @@ class MmaQuery(ClusterQuery):
         self.uk_stride = self.latent + 8
         self.nope_stride = self.nope + 8 if self.nope > 8 else 8
         self.block_bytes = self.tokens * self.nope_stride * 2
+        self.nope_bytes = self.tokens * NOPE * 2
 
     @cute.jit
     def send_nope(self, nope, block, nope_full, part, tid):
-        """Copies this CTA's nope block to every CTA of the cluster, itself included.
+        """Sends this CTA's nope block to every CTA of the cluster, itself included.
 
-        All threads have stored to `block`, fenced it for the async proxy and met in a barrier.
+        From registers: the source may change, and the CTA end, before the bytes have arrived.
         """
-        if tid < self.cluster:
-            ptx.copy_to_peer(
-                nope + part * (self.block_bytes // 2), block, self.block_bytes, nope_full, tid
+        row_chunks: cutlass.Constexpr = self.nope // 8
+        for i in range(tid, self.tokens * row_chunks * self.cluster, THREADS):
+            peer, chunk = i % self.cluster, i // self.cluster
+            at = (chunk // row_chunks) * self.nope_stride + 8 * (chunk % row_chunks)
+            ptx.store_to_peer_16(
+                nope + (part * self.tokens * self.nope_stride + at),
+                ptx.load_shared_16(block + at),
+                nope_full,
+                peer,
             )
 
     @cute.jit

@@ -137,27 +137,12 @@ def copy_bulk(destination, source, size, barrier):
     )
 
 
-def copy_to_peer(destination, source, size, barrier, rank):
-    """cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.
+def store_to_peer_16(destination, words, barrier, rank):
+    """st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32: 16 bytes.
 
-    Copies `size` bytes of this CTA's shared memory to the same-named place of CTA `rank` of the
-    cluster, whose `barrier` counts them. The caller has made its stores visible to the async proxy
-    and knows that the peer has initialised the barrier and no longer uses the destination.
-    """
-    inline_ptx(
-        "{ .reg .b32 dst, bar;"
-        " mapa.shared::cluster.u32 dst, {$r0}, {$r4};"
-        " mapa.shared::cluster.u32 bar, {$r3}, {$r4};"
-        " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
-        " [dst], [{$r1}], {$r2}, [bar]; }",
-        read_only_args=[destination, source, Int32(size), barrier, rank],
-    )
-
-
-def store_to_peer_16(destination, values, barrier, rank):
-    """st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32: four float32.
-
-    To the same-named place of CTA `rank` of the cluster, whose `barrier` counts the 16 bytes.
+    To the same-named place of CTA `rank` of the cluster, whose `barrier` counts the bytes: the
+    caller knows that the peer has initialised it and no longer uses the destination. The wait on
+    `barrier` makes the bytes visible to the waiting thread.
     """
     inline_ptx(
         "{ .reg .b32 dst, bar;"
@@ -165,7 +150,7 @@ def store_to_peer_16(destination, values, barrier, rank):
         " mapa.shared::cluster.u32 bar, {$r1}, {$r2};"
         " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
         " [dst], {{$r3}, {$r4}, {$r5}, {$r6}}, [bar]; }",
-        read_only_args=[destination, barrier, rank, *values],
+        read_only_args=[destination, barrier, rank, *words],
     )
 
 

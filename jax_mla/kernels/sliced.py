@@ -39,13 +39,14 @@ class SlicedQuery(MmaQuery):
         one warp (insert_row).
     Sync   squares_full: all 8 CTAs' sums of squares have landed here (st.async).
         partial_full: all 8 CTAs' products for this CTA's rows have landed here (st.async).
-        nope_full: all 8 CTAs' nope blocks have landed here (bulk DSMEM copies).
+        nope_full: all 8 CTAs' nope blocks have landed here (st.async).
         cluster phase 1: every peer's barriers are initialised before anyone sends.
         cluster phase 2: every CTA has read its x for the last time, so `nope`, which takes that
         place, may be filled.
-        cluster phase 3: every CTA has received its blocks, so the sources may be given up.
+        No CTA needs another one after that: each waits for all that is stored to it, and sends
+        from registers.
         Block barriers: after `gamma` is filled, after x is normed (all warps read it), after
-        `block` is filled (one thread a peer sends it; all threads' copies of W_UK have landed).
+        `block` is filled (all threads send it, and all threads' copies of W_UK have landed).
     """
 
     blocks_per_sm = 2
@@ -201,7 +202,7 @@ class SlicedQuery(MmaQuery):
             cute.arch.mbarrier_init_fence()
             cute.arch.mbarrier_arrive_and_expect_tx(squares_full, self.tokens * 8 * 4)
             cute.arch.mbarrier_arrive_and_expect_tx(partial_full, 8 * self.partial_items * 16)
-            cute.arch.mbarrier_arrive_and_expect_tx(nope_full, 8 * self.block_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(nope_full, self.nope_bytes)
         cute.arch.cluster_arrive_relaxed()
         # Weights first: they do not depend on the previous kernel.
         weights = self.load_weights(w_qb, head, part, warp, lane)
@@ -240,11 +241,8 @@ class SlicedQuery(MmaQuery):
         cute.arch.mbarrier_wait(partial_full, 0)
         self.reduce(partial, block, q, inverse, first, batch, heads, part, head, tid)
         cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
         self.send_nope(nope, block, nope_full, part, tid)
         cute.arch.mbarrier_wait(nope_full, 0)
-        cute.arch.cluster_arrive_relaxed()
         self.absorb(nope, uk, q, inverse, first, batch, heads, part, head, warp, lane)
-        cute.arch.cluster_wait()

@@ -30,13 +30,14 @@ class TiledQuery(MmaQuery):
     Writes q: latent columns and rope columns of its part, every byte by one thread; cache: a row by
         one warp (insert_row).
     Sync   rows_full: the bulk copies of the CTA's Q_B rows have landed.
-        nope_full: all C CTAs' nope blocks have landed here (bulk DSMEM copies).
+        nope_full: all C CTAs' nope blocks have landed here (st.async).
         cluster phase 1: nope_full of every peer is initialised and every CTA has read its Q_B rows
         for the last time, so `nope`, which takes that place, may be filled.
-        cluster phase 2: every CTA has received its blocks, so the sources may be given up.
+        No CTA needs another one after that: each waits for all that is stored to it, and sends
+        from registers.
         Block barriers: after the sums of squares; for each 16 tokens, after the partial products
-        and, where more follow, after their sums; after `block` is filled (one thread a peer sends
-        it; all threads' copies of W_UK have landed).
+        and, where more follow, after their sums; after `block` is filled (all threads send it, and
+        all threads' copies of W_UK have landed).
     """
 
     def __init__(self, variant: Variant):
@@ -202,7 +203,7 @@ class TiledQuery(MmaQuery):
                 cute.arch.mbarrier_init(nope_full, 1)
                 cute.arch.mbarrier_init_fence()
                 cute.arch.mbarrier_arrive_and_expect_tx(rows_full, self.rows * Q_RANK * 2)
-                cute.arch.mbarrier_arrive_and_expect_tx(nope_full, self.block_bytes * self.cluster)
+                cute.arch.mbarrier_arrive_and_expect_tx(nope_full, self.nope_bytes)
             cute.arch.sync_warp()
             self.copy_w_qb(w_qb, qb, rows_full, part, head, lane)
         self.copy_w_uk(w_uk, uk, self.uk_stride, part, head, tid)
@@ -233,11 +234,8 @@ class TiledQuery(MmaQuery):
             cute.arch.sync_threads()
             self.reduce(partial, block, q, inverse, m, first, batch, heads, part, head, tid)
         cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
         self.send_nope(nope, block, nope_full, part, tid)
         cute.arch.mbarrier_wait(nope_full, 0)
-        cute.arch.cluster_arrive_relaxed()
         self.absorb(nope, uk, q, inverse, first, batch, heads, part, head, warp, lane)
-        cute.arch.cluster_wait()
