@@ -64,13 +64,13 @@ SHIPPED = (
 """Every variant that is built, linted and installed, for each architecture."""
 
 NARROW_SLOTS = 30
-"""Clusters of 4 that an H200 runs at once, one CTA an SM. Of 8: 15, so 16 heads take two."""
+"""Clusters of 4 that an H200 runs at once, one CTA an SM; of 8 it runs 15."""
 
 
 def choose(batch: int, heads: int) -> Variant:
     """Returns the variant that serves `batch` tokens and `heads` heads on one device.
 
-    The thresholds are measured on an H200 with cold weights.
+    The thresholds are measured on an H200 with cold weights (benchmarks/NOTES.md).
     """
     if batch <= 1:
         # 16 CTAs a head where 8 would leave more than half of the SMs idle.
@@ -78,13 +78,12 @@ def choose(batch: int, heads: int) -> Variant:
     if batch <= 8:
         return TILED_8
     if batch <= 16:
-        return TILED_16_NARROW if 12 < heads <= 16 or heads >= 48 else TILED_16
+        one_round = 15 < heads <= NARROW_SLOTS
+        return TILED_16_NARROW if one_round or heads >= 48 else TILED_16
     if batch <= 32:
         if heads <= 8:
             return TILED_16
-        if 2 * heads <= NARROW_SLOTS:
-            return TILED_16_NARROW
-        return TILED_32_NARROW if heads <= NARROW_SLOTS else SLICED_32
+        return TILED_16_NARROW if 2 * heads <= NARROW_SLOTS else TILED_32_NARROW
     if batch <= 64 and heads <= 8:
         return SLICED_32
     return TILED_32_NARROW if -(-batch // 32) * heads <= NARROW_SLOTS else SLICED_64

@@ -40,6 +40,12 @@ class ClusterQuery:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
+    def prefetch_kv_norm(self, kv_norm, tid):
+        """Brings kv_norm to L2, so that the insert does not wait for memory."""
+        if tid < KV_RANK // 64:
+            ptx.prefetch_l2(kv_norm + 64 * tid)
+
+    @cute.jit
     def insert(
         self, qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, first, heads,
         part, head, warp, lane,
@@ -84,33 +90,27 @@ class MmaQuery(ClusterQuery):
 
     @cute.jit
     def absorb(self, nope, uk, q, inverse, first, batch, heads, part, head, warp, lane):
-        """W_UK: each warp takes blocks of 16 tokens x 8 latent columns."""
-        columns: cutlass.Constexpr = self.latent // 8
-        blocks: cutlass.Constexpr = columns * self.m_tiles
-        for block in range(warp, blocks, WARPS):
-            column, m = block % columns, block // columns
+        """W_UK: a warp multiplies all tokens by eight latent columns at a time."""
+        for column in range(8 * warp, self.latent, 8 * WARPS):
             weights = []
             for k in cutlass.range_constexpr(NOPE // 32):
-                at = uk + (32 * k + lane) * self.uk_stride + 8 * column
+                at = uk + ((32 * k + lane) * self.uk_stride + column)
                 weights += list(ptx.load_matrices_transposed(at))
-            token = 16 * m + lane % 8
-            if cutlass.const_expr(self.halves == 2):
-                token += 8 * ((lane // 8) % 2)
-            acc = [[Float32(0)] * 4, [Float32(0)] * 4]
-            for k in cutlass.range_constexpr(NOPE // 16):
-                p = 16 * k + 8 * (lane // 16)
-                at = nope + (
-                    ((p // self.nope) * self.tokens + token) * self.nope_stride + p % self.nope
-                )
-                a = ptx.load_matrices(at)
-                acc[k % 2] = ptx.mma(acc[k % 2], a, weights[2 * k : 2 * k + 2])
-            out = [acc[0][i] + acc[1][i] for i in range(4)]
-            for half in cutlass.range_constexpr(self.halves):
-                token = first + 16 * m + lane // 4 + 8 * half
-                if token < batch:
-                    word = ptx.pack_bf16(out[2 * half], out[2 * half + 1])
-                    ptx.store_global_b16(
-                        q_row(q, token, heads, head)
-                        + (part * self.latent + 8 * column + 2 * (lane % 4)),
-                        e4m3_pair(*ptx.unpack_bf16(word), inverse),
-                    )
+            for m in cutlass.range_constexpr(self.m_tiles):
+                token = 16 * m + lane % (8 * self.halves)
+                acc = [[Float32(0)] * 4, [Float32(0)] * 4]
+                for k in cutlass.range_constexpr(NOPE // 16):
+                    p = 16 * k + 8 * (lane // 16)
+                    row = (p // self.nope) * self.tokens + token
+                    a = ptx.load_matrices(nope + (row * self.nope_stride + p % self.nope))
+                    acc[k % 2] = ptx.mma(acc[k % 2], a, weights[2 * k : 2 * k + 2])
+                out = [acc[0][i] + acc[1][i] for i in range(4)]
+                for half in cutlass.range_constexpr(self.halves):
+                    row = first + 16 * m + lane // 4 + 8 * half
+                    if row < batch:
+                        word = ptx.pack_bf16(out[2 * half], out[2 * half + 1])
+                        ptx.store_global_b16(
+                            q_row(q, row, heads, head)
+                            + (part * self.latent + column + 2 * (lane % 4)),
+                            e4m3_pair(*ptx.unpack_bf16(word), inverse),
+                        )

@@ -112,6 +112,11 @@ def store_global_8(pointer, words):
     inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[pointer, *words])
 
 
+def prefetch_l2(pointer):
+    """prefetch.global.L2: the line of `pointer`, soon to be loaded."""
+    inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[pointer])
+
+
 def copy_async_16(destination, source):
     """cp.async.cg.shared.global.L2::cache_hint, 16 bytes, evict-first.
 

@@ -6,11 +6,11 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint64, cute
 
 from jax_mla.kernels import ptx
-from jax_mla.kernels.cluster import WARPS, MmaQuery
+from jax_mla.kernels.cluster import MmaQuery
 from jax_mla.kernels.convert import chain_sum, dot, e4m3_pair, floats, new_chains, normed_words
 from jax_mla.kernels.plan import q_row
 from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK
-from jax_mla.variants import Variant
+from jax_mla.variants import THREADS, Variant
 
 SLICE = Q_RANK // 8
 """Columns of the query latent a CTA handles: 192."""
@@ -140,25 +140,25 @@ class SlicedQuery(MmaQuery):
     @cute.jit
     def reduce(self, partial, block, q, inverse, first, batch, heads, part, head, tid):
         """Sums the slices in a fixed order: nope values to `block`, rope bytes to q."""
-        for item in range(tid, self.partial_items, 32 * WARPS):
+        # An item holds rows lane // 4 and lane // 4 + 8 of a tile: a pair of columns each.
+        pairs: cutlass.Constexpr = 2 * self.partial_items
+        for pair in range(tid, pairs, THREADS):
+            half, item = pair % 2, pair // 2
             lane, tile, m = item % 32, (item // 32) % TILES, item // (32 * TILES)
-            sums = [Float32(0)] * 4
+            low, high = Float32(0), Float32(0)
             for source in cutlass.range_constexpr(8):
-                values = ptx.load_shared_f32x4(partial + 4 * (source * self.partial_items + item))
-                sums = [sums[k] + values[k] for k in range(4)]
-            for half in cutlass.range_constexpr(2):
-                word = ptx.pack_bf16(sums[2 * half], sums[2 * half + 1])
-                token = 16 * m + lane // 4 + 8 * half
-                column = 2 * (lane % 4)
-                if tile < TILES - 1:
-                    ptx.store_shared_b32(
-                        block + (token * self.nope_stride + 8 * tile + column), word
-                    )
-                elif first + token < batch:
-                    ptx.store_global_b16(
-                        q_row(q, first + token, heads, head) + (KV_RANK + 8 * part + column),
-                        e4m3_pair(*ptx.unpack_bf16(word), inverse),
-                    )
+                x, y = ptx.load_shared_f32x2(partial + 2 * (source * pairs + pair))
+                low, high = low + x, high + y
+            word = ptx.pack_bf16(low, high)
+            token = 16 * m + lane // 4 + 8 * half
+            column = 2 * (lane % 4)
+            if tile < TILES - 1:
+                ptx.store_shared_b32(block + (token * self.nope_stride + 8 * tile + column), word)
+            elif first + token < batch:
+                ptx.store_global_b16(
+                    q_row(q, first + token, heads, head) + (KV_RANK + 8 * part + column),
+                    e4m3_pair(*ptx.unpack_bf16(word), inverse),
+                )
 
     @cute.kernel
     def kernel(
@@ -205,14 +205,17 @@ class SlicedQuery(MmaQuery):
             cute.arch.mbarrier_arrive_and_expect_tx(nope_full, self.nope_bytes)
         cute.arch.cluster_arrive_relaxed()
         # Weights first: they do not depend on the previous kernel.
+        norm_words = ptx.load_constant_16(
+            q_norm + (SLICE * part + 8 * cutlass.min(tid, SLICE // 8 - 1))
+        )
         weights = self.load_weights(w_qb, head, part, warp, lane)
+        self.prefetch_kv_norm(kv_norm, tid)
         self.copy_w_uk(w_uk, uk, self.uk_stride, part, head, tid)
 
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         words = self.load_tokens(qkv, stride, first, batch, part, warp, lane)
         if tid < SLICE // 8:
-            norm_words = ptx.load_constant_16(q_norm + (SLICE * part + 8 * tid))
             ptx.store_shared_16(gamma + 8 * tid, norm_words)
         cute.arch.sync_threads()
         cute.arch.cluster_wait()

@@ -167,6 +167,7 @@ class SmallQuery(ClusterQuery):
             cute.arch.mbarrier_arrive_and_expect_tx(nope_full, NOPE * 4)
             self.copy_w_qb(w_qb, qb, rows_full, part, head)
         cute.arch.cluster_arrive_relaxed()
+        self.prefetch_kv_norm(kv_norm, tid)
         self.copy_w_uk(w_uk, uk, self.latent, part, head, tid)
         gamma = [ptx.load_constant_16(q_norm + (256 * c + 8 * lane)) for c in range(CHUNKS)]
 

@@ -35,9 +35,9 @@ class TiledQuery(MmaQuery):
         for the last time, so `nope`, which takes that place, may be filled.
         No CTA needs another one after that: each waits for all that is stored to it, and sends
         from registers.
-        Block barriers: after the sums of squares; for each 16 tokens, after the partial products
-        and, where more follow, after their sums; after `block` is filled (all threads send it, and
-        all threads' copies of W_UK have landed).
+        Block barriers: after `gamma` and the sums of squares; for each 16 tokens, after the partial
+        products and, where more follow, after their sums; after `block` is filled (all threads send
+        it, and all threads' copies of W_UK have landed).
     """
 
     def __init__(self, variant: Variant):
@@ -46,7 +46,7 @@ class TiledQuery(MmaQuery):
             raise ValueError(f"tokens: 8, 16 or 32 expected, got {self.tokens}")
         # Tokens a lane holds a fragment of; those of 32 leave registers for one CTA an SM only.
         self.lane_rows = self.m_tiles * self.halves
-        self.blocks_per_sm = 2 if self.tokens <= 16 else 1
+        self.blocks_per_sm = 2 if self.tokens <= 16 and self.cluster >= 8 else 1
         self.nope_tiles, self.rope_tiles = self.nope // 8, -(-self.rope // 8)
         self.tiles = self.nope_tiles + self.rope_tiles
         self.partial_items = self.tiles * self.halves * 32
@@ -55,6 +55,7 @@ class TiledQuery(MmaQuery):
         self.uk_at = self.shared.add(NOPE * self.uk_stride * 2)
         self.partial_at = self.shared.add(WARPS * self.partial_items * 8)
         self.block_at = self.shared.add(self.block_bytes)
+        self.gamma_at = self.shared.add(Q_RANK * 2)
         self.square_at = self.shared.add(self.tokens * WARPS * 4)
         self.rows_full_at = self.shared.add(8)
         self.nope_full_at = self.shared.add(8)
@@ -95,7 +96,7 @@ class TiledQuery(MmaQuery):
             total = cute.arch.warp_reduction_sum(chain_sum(chains), threads_in_group=4)
             squares[(lane // 4 + 8 * i) * WARPS + warp] = total
 
-    def normed(self, words, squares, gamma, eps, lane):
+    def normed(self, words, squares, gamma, eps, warp, lane):
         """bf16(x * r * gamma) of the fragments, r from the sums of squares of all warps."""
         scales = []
         for i in range(self.lane_rows):
@@ -103,10 +104,11 @@ class TiledQuery(MmaQuery):
             s = [*ptx.load_shared_f32x4(row), *ptx.load_shared_f32x4(row + 4)]
             total = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
             scales.append(ptx.rsqrt(cute.math.fma(total, Float32(1 / Q_RANK), eps)))
-        return [
-            [normed_words(floats(words[c][i]), r, floats(gamma[c])) for i, r in enumerate(scales)]
-            for c in range(CHUNKS)
-        ]
+        x = []
+        for c in range(CHUNKS):
+            weights = floats(ptx.load_shared_16(gamma + (SLICE * warp + 32 * c + 8 * (lane % 4))))
+            x.append([normed_words(floats(words[c][i]), r, weights) for i, r in enumerate(scales)])
+        return x
 
     def project(self, x, qb, warp, lane):
         """This warp's share of Q_B over its slice: [token tile][tile] of four sums."""
@@ -192,11 +194,13 @@ class TiledQuery(MmaQuery):
         partial = self.shared.view(base, self.partial_at, Float32)
         block = self.shared.view(base, self.block_at, BFloat16)
         nope = self.shared.view(base, self.nope_at, BFloat16)
+        gamma = self.shared.view(base, self.gamma_at, BFloat16)
         squares = self.shared.view(base, self.square_at, Float32)
         rows_full = self.shared.view(base, self.rows_full_at, Uint64)
         nope_full = self.shared.view(base, self.nope_full_at, Uint64)
 
         # Weights first: they do not depend on the previous kernel.
+        norm_words = ptx.load_constant_16(q_norm + 8 * cutlass.min(tid, Q_RANK // 8 - 1))
         if warp == 0:
             if lane == 0:
                 cute.arch.mbarrier_init(rows_full, 1)
@@ -206,19 +210,18 @@ class TiledQuery(MmaQuery):
                 cute.arch.mbarrier_arrive_and_expect_tx(nope_full, self.nope_bytes)
             cute.arch.sync_warp()
             self.copy_w_qb(w_qb, qb, rows_full, part, head, lane)
+        self.prefetch_kv_norm(kv_norm, tid)
         self.copy_w_uk(w_uk, uk, self.uk_stride, part, head, tid)
 
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         words = self.load_tokens(qkv, stride, first, batch, warp, lane)
         inverse = ptx.reciprocal(ptx.load_global_f32(q_scale))
+        if tid < Q_RANK // 8:
+            ptx.store_shared_16(gamma + 8 * tid, norm_words)
         self.square_sums(words, squares, warp, lane)
-        gamma = [
-            ptx.load_constant_16(q_norm + (SLICE * warp + 32 * c + 8 * (lane % 4)))
-            for c in range(CHUNKS)
-        ]
         cute.arch.sync_threads()
-        x = self.normed(words, squares, gamma, eps, lane)
+        x = self.normed(words, squares, gamma, eps, warp, lane)
         # KV rows while the weights are on their way.
         self.insert(
             qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, first, heads, part,
