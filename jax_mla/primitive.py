@@ -96,8 +96,20 @@ _lower_reference = mlir.lower_fun(reference.q_absorb, multiple_results=True)
 _lower_kernel = mlir.lower_fun(_kernel, multiple_results=True)
 
 
+def _refuse_hidden_gather(ctx: Any) -> None:
+    devices = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+    # Explicit axes were checked by type, and shard_map's context counts no devices.
+    if devices > 1 and not ctx.avals_in[_QKV].sharding.mesh.are_all_axes_explicit:
+        raise ValueError(
+            f"q_absorb must be compiled for the arrays of one device, got a jit over {devices}"
+            " devices, where the compiler would gather sharded weights and cache on each."
+            " Call q_absorb inside jax.shard_map."
+        )
+
+
 def _lower_for_cuda(ctx: Any, *operands: Any, eps: float, implementation: str) -> Any:
     if implementation != "reference":
+        _refuse_hidden_gather(ctx)
         problem = rules.problem_of(*ctx.avals_in)
         key = variants.choose(problem.batch, problem.heads).key
         if _load(key, implementation):

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_mla
 from jax_mla import primitive, runtime, variants
@@ -117,6 +119,44 @@ def test_implementations_and_platforms() -> None:
     assert "dot_general" in both
     with pytest.raises(jax_mla.UnsupportedError, match="compiled for cpu and cuda"):
         lowered(operands, platforms=("cpu", "cuda"), implementation="cuda")
+
+
+def on_mesh(size: int, kind: AxisType) -> dict[str, Any]:
+    mesh = AbstractMesh((size,), ("tp",), axis_types=(kind,))
+    spec = P("tp") if kind == AxisType.Auto else P()
+    operands = avals(4, 2)
+    operands |= {name: operands[name].update(sharding=NamedSharding(mesh, P())) for name in operands}
+    heads = operands["w_uk"].update(sharding=NamedSharding(mesh, spec))
+    return operands | {"w_uk": heads}
+
+
+@pytest.mark.parametrize("implementation", ["auto", "cuda"])
+def test_a_jit_over_several_devices_is_refused_outside_of_shard_map(implementation: str) -> None:
+    """The compiler would gather the heads that Auto axes split, unasked, in every step."""
+    several = on_mesh(2, AxisType.Auto)
+    with pytest.raises(ValueError, match=r"over 2 devices.* inside jax\.shard_map"):
+        lowered(several, implementation=implementation)
+    assert "custom_call" not in lowered(several, platforms=("cpu",))
+
+
+def test_a_mesh_that_splits_nothing_is_accepted() -> None:
+    call_in(lowered(on_mesh(1, AxisType.Auto)))
+    call_in(lowered(on_mesh(2, AxisType.Explicit)))
+
+
+def test_shard_map_calls_the_kernel_on_what_each_device_holds() -> None:
+    mesh = AbstractMesh((2,), ("tp",), axis_types=(AxisType.Auto,))
+    specs = {name: P("tp") if name in ("w_qb", "w_uk") else P() for name in avals(4, 2)}
+    call = jax.shard_map(
+        lambda operands: jax_mla.q_absorb(**operands)[0],
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P(None, "tp"),
+    )
+    text = jax.jit(call).trace(avals(4, 2)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "tensor<1x128x512xbf16>" in next(
+        line for line in text.splitlines() if "@jax_mla_q_absorb" in line
+    )
 
 
 @pytest.fixture
