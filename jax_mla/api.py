@@ -74,6 +74,7 @@ def q_absorb(
         >>> q.shape
         (3, 1, 576)
     """
+    runtime.register()
     rules.check_eps(eps)
     rules.check_implementation(implementation)
     scales = _scale("q_scale", q_scale), _scale("k_scale", k_scale)
@@ -85,8 +86,7 @@ def q_absorb(
 def _scale(name: str, value: Any) -> Any:
     """Returns a scale as a float32 scalar where it is one or a Python number, else as it came."""
     if isinstance(value, numbers.Real):
-        rules.check_scale(name, float(value))
-        return np.float32(float(value))
+        return np.float32(rules.check_scale(name, value))
     if getattr(value, "weak_type", False):  # a Python number that became a tracer
         return jax.lax.convert_element_type(value, np.float32)
     return value

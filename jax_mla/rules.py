@@ -176,20 +176,27 @@ def _check_array(name: str, value: Array) -> None:
     dtype = _RULES[name].dtype
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
         raise TypeError(
-            f"{name} must be a {dtype} array, got {type(value).__name__}."
+            f"{name} must be an array of {dtype}, got {type(value).__name__}."
             f" Convert it: jnp.asarray({name}, jnp.{dtype})."
         )
     found = getattr(value.dtype, "name", value.dtype)  # other libraries' dtypes have no name
     if found != dtype:
         raise TypeError(
             f"{name} must have dtype {dtype}, got {found}."
-            f" Convert it where it is made: {name}.astype(jnp.{dtype})."
+            f" Convert it where it is made: {_conversion(name, found)}."
         )
     if not all(isinstance(size, int) for size in value.shape):
         raise TypeError(
             f"{name} must have a shape of plain integers, got {list(value.shape)}."
             " Trace one program for each shape: the kernel is chosen by batch and heads."
         )
+
+
+def _conversion(name: str, found: str) -> str:
+    dtype = f"jnp.{_RULES[name].dtype}"
+    if name == "cache" and found in ("uint8", "int8"):  # holds e4m3 bytes, not numbers
+        return f"jax.lax.bitcast_convert_type(cache, {dtype})"
+    return f"{name}.astype({dtype})"
 
 
 def _shape_error(name: str, value: Array, expected: list[int] | None = None) -> ValueError:
@@ -229,17 +236,27 @@ def _check_sizes(problem: Problem) -> None:
         )
 
 
-def check_scale(name: str, scale: float) -> None:
-    """Checks a dequantisation scale that is known while tracing.
+def check_scale(name: str, scale: float) -> float:
+    """Returns a dequantisation scale that is known while tracing.
 
     Raises:
         ValueError: it is not finite and positive, or it or its reciprocal is no normal float32.
     """
+    scale = _nearest_float(scale)
     if not _MIN_SCALE <= scale <= _MAX_SCALE:
         raise ValueError(
             f"{name} must be finite and positive, 2**-126 to 2**126, got {scale}."
             " Pass the scale that turns stored bytes back into values; 1.0 for none."
         )
+    return scale
+
+
+def _nearest_float(number: float) -> float:
+    """Returns the float that Python's conversion gives, and infinity where that overflows."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def check_eps(eps: float) -> None:
@@ -254,9 +271,10 @@ def check_eps(eps: float) -> None:
             f"eps must be a Python float, got {type(eps).__name__}."
             " It is compiled into the program: take it from the model's configuration."
         )
-    if math.isnan(eps) or not 0 <= eps <= _MAX_FLOAT32:
+    value = _nearest_float(eps)
+    if not 0 <= value <= _MAX_FLOAT32:
         raise ValueError(
-            f"eps must be finite and at least 0, got {eps}. Use the model's rms_norm_eps."
+            f"eps must be finite and at least 0, got {value}. Use the model's rms_norm_eps."
         )
 
 
