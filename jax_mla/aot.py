@@ -101,10 +101,14 @@ def build(out: Path, archs: tuple[str, ...], jobs: int) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         pending = [pool.submit(compile_variant, v, arch, staging) for v, arch in todo]
-        for done, future in enumerate(as_completed(pending), 1):
-            entry = future.result()
-            entries.append(entry)
-            print(f"[{done}/{len(todo)}] {entry['arch']} {entry['key']}", flush=True)
+        try:
+            for done, future in enumerate(as_completed(pending), 1):
+                entries.append(entry := future.result())
+                print(f"[{done}/{len(todo)}] {entry['arch']} {entry['key']}", flush=True)
+        except RuntimeError as error:  # a compiler's or the lint's
+            pool.shutdown(cancel_futures=True)
+            shutil.rmtree(staging)
+            raise SystemExit(f"kernels: {error}") from error
     entries.sort(key=lambda entry: (entry["arch"], entry["key"]))
     manifest = {
         "abi": ABI,

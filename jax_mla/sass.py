@@ -114,13 +114,13 @@ def lint(cubin: Path) -> Report:
     undefined = undefined_uniforms(text)
     if undefined:
         raise LintError(
-            f"{cubin.name}: a uniform register is read but never written (a miscompile):"
+            f"{cubin}: a uniform register is read but never written (a miscompile):"
             f" {undefined[0]}"
         )
     local = [opcode for opcode, _ in instructions(text) if opcode.startswith(("LDL", "STL"))]
     frames: list[Any] = [words[-1] for words in attribute_words(text, "EIATTR_FRAME_SIZE")]
     if local or any(frames):
         raise LintError(
-            f"{cubin.name}: registers spill: {len(local)} local memory accesses, frames {frames}"
+            f"{cubin}: registers spill: {len(local)} local memory accesses, frames {frames}"
         )
     return report(text)

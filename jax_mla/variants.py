@@ -26,13 +26,13 @@ class Variant:
     """One compiled kernel.
 
     Attributes:
-        kernel: "small" multiplies one token with FP32 FMA, "tiled" a few tokens and "sliced" many
-            tokens with BF16 tensor-core MMA.
+        kernel: "small" multiplies one token with FP32 FMA, "tiled" a few with BF16 tensor-core MMA
+            while the weights lie in shared memory, "resident" many while the tokens do.
         cluster: CTAs that share one head; above 8 the cluster size is non-portable.
         tokens: tokens a cluster handles; the grid has ceil(B / tokens) clusters a head.
     """
 
-    kernel: Literal["small", "tiled", "sliced"]
+    kernel: Literal["small", "tiled", "resident"]
     cluster: int
     tokens: int
 
@@ -44,46 +44,38 @@ class Variant:
 
 SMALL = Variant(kernel="small", cluster=8, tokens=1)
 SMALL_WIDE = Variant(kernel="small", cluster=16, tokens=1)
-TILED_8 = Variant(kernel="tiled", cluster=8, tokens=8)
-TILED_16 = Variant(kernel="tiled", cluster=8, tokens=16)
-TILED_16_NARROW = Variant(kernel="tiled", cluster=4, tokens=16)
-TILED_32_NARROW = Variant(kernel="tiled", cluster=4, tokens=32)
-SLICED_32 = Variant(kernel="sliced", cluster=8, tokens=32)
-SLICED_64 = Variant(kernel="sliced", cluster=8, tokens=64)
+RESIDENT = Variant(kernel="resident", cluster=1, tokens=64)
 
-SHIPPED = (
-    SMALL,
-    SMALL_WIDE,
-    TILED_8,
-    TILED_16,
-    TILED_16_NARROW,
-    TILED_32_NARROW,
-    SLICED_32,
-    SLICED_64,
-)
+# Clusters of each kernel that an H200 runs in one round: as many as fit at one CTA an SM, except
+# that 8 tokens in clusters of 8 lose little when two CTAs share an SM.
+_TILED_ROUND = {
+    Variant(kernel="tiled", cluster=8, tokens=8): 30,
+    Variant(kernel="tiled", cluster=2, tokens=8): 66,
+    Variant(kernel="tiled", cluster=1, tokens=8): 132,
+    Variant(kernel="tiled", cluster=8, tokens=16): 15,
+    Variant(kernel="tiled", cluster=4, tokens=16): 30,
+    Variant(kernel="tiled", cluster=4, tokens=32): 30,
+    Variant(kernel="tiled", cluster=2, tokens=16): 66,
+    Variant(kernel="tiled", cluster=2, tokens=32): 66,
+    Variant(kernel="tiled", cluster=1, tokens=16): 132,
+    Variant(kernel="tiled", cluster=1, tokens=32): 132,
+}
+
+SHIPPED = (SMALL, SMALL_WIDE, *_TILED_ROUND, RESIDENT)
 """Every variant that is built, linted and installed, for each architecture."""
-
-NARROW_SLOTS = 30
-"""Clusters of 4 that an H200 runs at once, one CTA an SM; of 8 it runs 15."""
 
 
 def choose(batch: int, heads: int) -> Variant:
     """Returns the variant that serves `batch` tokens and `heads` heads on one device.
 
-    The thresholds are measured on an H200 with cold weights (benchmarks/NOTES.md).
+    More CTAs a head are faster as long as all clusters run in one round; of two tile sizes that do,
+    the smaller one is. Measured on an H200 with cold weights (benchmarks/NOTES.md).
     """
-    if batch <= 1:
+    if batch <= 1 and heads < 48:
         # 16 CTAs a head where 8 would leave more than half of the SMs idle.
         return SMALL_WIDE if heads <= 7 else SMALL
-    if batch <= 8:
-        return TILED_8
-    if batch <= 16:
-        one_round = 15 < heads <= NARROW_SLOTS
-        return TILED_16_NARROW if one_round or heads >= 48 else TILED_16
-    if batch <= 32:
-        if heads <= 8:
-            return TILED_16
-        return TILED_16_NARROW if 2 * heads <= NARROW_SLOTS else TILED_32_NARROW
-    if batch <= 64 and heads <= 8:
-        return SLICED_32
-    return TILED_32_NARROW if -(-batch // 32) * heads <= NARROW_SLOTS else SLICED_64
+    for variant, clusters in _TILED_ROUND.items():
+        fits = heads * -(-batch // variant.tokens) <= clusters
+        if fits and (variant.tokens == 8) == (batch <= 8):
+            return variant
+    return RESIDENT

@@ -18,11 +18,6 @@ def test_keys_name_one_variant_each() -> None:
     assert len({variant.key for variant in SHIPPED}) == len(SHIPPED)
 
 
-def test_every_token_of_a_tile_has_a_warp_that_inserts_it() -> None:
-    # Even with one head: a tile has 8 warps in each CTA of the cluster.
-    assert all(variant.tokens <= 8 * variant.cluster for variant in SHIPPED)
-
-
 def test_the_grid_stays_within_its_limits() -> None:
     # gridDim.z is at most 65535.
     assert all(MAX_BATCH / variant.tokens <= 65535 for variant in SHIPPED)

@@ -11,12 +11,16 @@ from cutlass import BFloat16, Constexpr, Float32, Int32, Int64, Uint8, cute
 from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
 from cutlass.cute.runtime import make_ptr
 
-from jax_mla.kernels.sliced import SlicedQuery
+from jax_mla.kernels.resident import ResidentQuery
 from jax_mla.kernels.small import SmallQuery
 from jax_mla.kernels.tiled import TiledQuery
 from jax_mla.variants import THREADS, Variant
 
-KERNELS = {"small": SmallQuery, "tiled": TiledQuery, "sliced": SlicedQuery}
+KERNELS = {
+    "small": SmallQuery,
+    "tiled": TiledQuery,
+    "resident": ResidentQuery,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,6 +112,13 @@ def store_global_8(pointer, words):
     inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[pointer, *words])
 
 
+def store_global_16(pointer, words):
+    """st.global.v4.b32: 16 bytes."""
+    inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *words]
+    )
+
+
 def prefetch_l2(pointer):
     """prefetch.global.L2: the line of `pointer`, soon to be loaded."""
     inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[pointer])
@@ -218,6 +225,15 @@ def pack_e4m3(low, high):
         "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};",
         write_only_types=[Uint16],
         read_only_args=[low, high],
+    )
+
+
+def pair_halves(first, second, half):
+    """prmt.b32: the low (0) or high (1) halves of two words, `first`'s in the lower half."""
+    return inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Uint32],
+        read_only_args=[first, second, Uint32(0x7632 if half else 0x5410)],
     )
 
 

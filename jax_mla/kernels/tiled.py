@@ -6,7 +6,7 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, Uint64, cute
 
 from jax_mla.kernels import ptx
-from jax_mla.kernels.cluster import WARPS, MmaQuery
+from jax_mla.kernels.cluster import WARPS, ClusterQuery
 from jax_mla.kernels.convert import chain_sum, dot, e4m3_pair, floats, new_chains, normed_words
 from jax_mla.kernels.plan import q_row
 from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK
@@ -21,58 +21,108 @@ QB_STRIDE = Q_RANK + 32
 """Row stride of Q_B in shared memory: 8 rows x 4 quarters of 16 bytes hit all banks evenly."""
 
 
-class TiledQuery(MmaQuery):
+BLOCK_NOPE, BLOCK_ROPE = 16, 8
+BLOCK_ROWS = BLOCK_NOPE + BLOCK_ROPE
+"""Rows of Q_B multiplied at once: 24."""
+TILES = BLOCK_ROWS // 8
+BLOCK_BYTES = BLOCK_ROWS * QB_STRIDE * 2
+
+
+class TiledQuery(ClusterQuery):
     """Queries and KV rows of `tokens` tokens of one head, by a cluster, on tensor cores.
 
-    Fixed at build: tokens T (8, 16 or 32), cluster size C.
+    A CTA's rows of Q_B come in blocks of 24. Where there are more than two, the blocks and then
+    pieces of W_UK pass through two slots of shared memory, refilled once their block is multiplied.
+
+    Fixed at build: tokens T (8, 16 or 32), cluster size C; each CTA owns 128/C nope and 64/C rope
+        rows of Q_B and 512/C latent columns.
     Free at run time: batch, heads, row stride of qkv, cache size, eps.
     Reads  its own part of w_qb and w_uk once, T whole query latents straight into MMA fragments.
     Writes q: latent columns and rope columns of its part, every byte by one thread; cache: a row by
-        one warp (insert_row).
-    Sync   rows_full: the bulk copies of the CTA's Q_B rows have landed.
+        one warp (insert).
+    Sync   full[slot]: the bulk copies into the slot have landed; phase: how often it was filled.
         nope_full: all C CTAs' nope blocks have landed here (st.async).
-        cluster phase 1: nope_full of every peer is initialised and every CTA has read its Q_B rows
-        for the last time, so `nope`, which takes that place, may be filled.
-        No CTA needs another one after that: each waits for all that is stored to it, and sends
-        from registers.
-        Block barriers: after `gamma` and the sums of squares; for each 16 tokens, after the partial
-        products and, where more follow, after their sums; after `block` is filled (all threads send
-        it, and all threads' copies of W_UK have landed).
+        cluster phase 1: nope_full of every peer is initialised and every CTA has read its rows of
+        Q_B for the last time, so the nope values may take the place of the first ones. No CTA
+        needs another one after that: each waits for all that is stored to it, and sends from
+        registers.
+        Block barriers: after `gamma` and the sums of squares; after the partial products of a block
+        and 16 tokens, which also says that the block's slot may be refilled and, as two buffers
+        take turns, that the sums before the last are read; after all nope values are stored.
     """
 
     def __init__(self, variant: Variant):
         super().__init__(variant)
-        if self.tokens not in (8, 16, 32):
-            raise ValueError(f"tokens: 8, 16 or 32 expected, got {self.tokens}")
-        # Tokens a lane holds a fragment of; those of 32 leave registers for one CTA an SM only.
+        if self.tokens not in (8, 16, 32) or self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"8, 16 or 32 tokens and cluster 1, 2, 4 or 8 expected, got {variant}")
+        # An MMA has 16 token rows; with 8 tokens the upper half is left empty.
+        self.m_tiles, self.halves = -(-self.tokens // 16), min(self.tokens // 8, 2)
+        self.blocks = self.rows // BLOCK_ROWS
+        # Everything at once where it fits, else pieces of W_UK follow the blocks through the slots.
+        self.resident = self.blocks <= 2
         self.lane_rows = self.m_tiles * self.halves
-        self.blocks_per_sm = 2 if self.tokens <= 16 and self.cluster >= 8 else 1
-        self.nope_tiles, self.rope_tiles = self.nope // 8, -(-self.rope // 8)
-        self.tiles = self.nope_tiles + self.rope_tiles
-        self.partial_items = self.tiles * self.halves * 32
-        self.qb_at = self.shared.add(self.rows * QB_STRIDE * 2, align=128)
-        self.nope_at = self.qb_at
-        self.uk_at = self.shared.add(NOPE * self.uk_stride * 2)
-        self.partial_at = self.shared.add(WARPS * self.partial_items * 8)
-        self.block_at = self.shared.add(self.block_bytes)
+        # With 8 tokens there are registers, and use, for a second CTA an SM.
+        self.blocks_per_sm = 2 if self.tokens == 8 and self.resident else 1
+        self.piece = min(self.latent, 256)
+        self.pieces = self.latent // self.piece
+        slots = [self.shared.add(BLOCK_BYTES, align=128) for _ in range(min(self.blocks, 2))]
+        self.slots_at = slots
+        if self.resident:
+            self.uk_at = self.shared.add(NOPE * (self.piece + 8) * 2, align=128)
+        # A stride for which the eight rows of a matrix load fall into different banks; the rows of
+        # W_UK, of piece + 8 columns, do so too.
+        self.nope_stride = self.nope + 8
+        self.block_bytes = self.tokens * self.nope_stride * 2
+        self.partial_items = TILES * self.halves * 32
+        self.buffers = min(2, self.blocks * self.m_tiles)
+        self.partial_at = self.shared.add(self.buffers * WARPS * self.partial_items * 8)
+        # A slot that is not filled again holds the nope values after its block.
+        nope_bytes = self.block_bytes * self.cluster
+        self.nope_at = slots[0] if self.resident else self.shared.add(nope_bytes)
+        # A lone CTA gathers from nobody: its block is the whole.
+        self.block_at = self.shared.add(self.block_bytes) if self.cluster > 1 else self.nope_at
         self.gamma_at = self.shared.add(Q_RANK * 2)
         self.square_at = self.shared.add(self.tokens * WARPS * 4)
-        self.rows_full_at = self.shared.add(8)
+        self.full_at = [self.shared.add(8) for _ in slots]
         self.nope_full_at = self.shared.add(8)
 
+    def item_place(self, item):
+        """Slot of an item (a block, or a piece after the blocks) and the parity of its filling."""
+        return item % len(self.slots_at), item // len(self.slots_at) % 2
+
     @cute.jit
-    def copy_w_qb(self, w_qb, qb, rows_full, part, head, lane):
-        """One warp starts the copy of this CTA's Q_B rows, a row a lane."""
-        for row in range(lane, self.rows, 32):
-            source = part * self.nope + row
-            if row >= self.nope:
-                source = NOPE + part * self.rope + row - self.nope
-            ptx.copy_bulk(
-                qb + row * QB_STRIDE,
-                w_qb + (Int64(head) * HEAD_ROWS + source) * Q_RANK,
-                Q_RANK * 2,
-                rows_full,
-            )
+    def fill(self, item: cutlass.Constexpr, w_qb, w_uk, base, part, head, lane):
+        """One warp starts the copies of an item into its slot."""
+        slot, _ = self.item_place(item)
+        full = self.shared.view(base, self.full_at[slot], Uint64)
+        place = self.shared.view(base, self.slots_at[slot], BFloat16)
+        if cutlass.const_expr(item < self.blocks):
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full, BLOCK_ROWS * Q_RANK * 2)
+            cute.arch.sync_warp()
+            if lane < BLOCK_ROWS:
+                row = part * self.nope + item * BLOCK_NOPE + lane
+                if lane >= BLOCK_NOPE:
+                    row = NOPE + part * self.rope + item * BLOCK_ROPE + lane - BLOCK_NOPE
+                source = w_qb + (Int64(head) * HEAD_ROWS + row) * Q_RANK
+                ptx.copy_bulk(place + lane * QB_STRIDE, source, Q_RANK * 2, full)
+        elif cutlass.const_expr(not self.resident and item < self.blocks + self.pieces):
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full, NOPE * self.piece * 2)
+            cute.arch.sync_warp()
+            column = part * self.latent + (item - self.blocks) * self.piece
+            source = w_uk + (Int64(head) * NOPE * KV_RANK + column)
+            for p in range(lane, NOPE, 32):
+                ptx.copy_bulk(
+                    place + p * (self.piece + 8), source + p * KV_RANK, self.piece * 2, full
+                )
+
+    @cute.jit
+    def wait_for(self, item: cutlass.Constexpr, base):
+        """Waits until an item is in its slot and returns the place."""
+        slot, parity = self.item_place(item)
+        cute.arch.mbarrier_wait(self.shared.view(base, self.full_at[slot], Uint64), parity)
+        return self.shared.view(base, self.slots_at[slot], BFloat16)
 
     def load_tokens(self, qkv, stride, first, batch, warp, lane):
         """This warp's slice of the tokens: [chunk][i] of words, token lane // 4 + 8 i."""
@@ -111,18 +161,16 @@ class TiledQuery(MmaQuery):
         return x
 
     def project(self, x, qb, warp, lane):
-        """This warp's share of Q_B over its slice: [token tile][tile] of four sums."""
-        group = lane // 4
+        """This warp's share of a block of Q_B, over its slice: [token tile][tile] of four sums."""
         # A lone token tile gets two chains a tile: half the latency of dependent MMAs.
         chains = 2 // self.m_tiles
         acc = [
-            [[[Float32(0)] * 4 for _ in range(chains)] for _ in range(self.tiles)]
+            [[[Float32(0)] * 4 for _ in range(chains)] for _ in range(TILES)]
             for _ in range(self.m_tiles)
         ]
         for c in range(CHUNKS):
-            for n in range(self.tiles):
-                # With 4 rope rows a CTA the upper half of their tile repeats the lower one.
-                row = 8 * n + group if self.rope >= 8 or n < self.nope_tiles else 8 * n + group % 4
+            for n in range(TILES):
+                row = 8 * n + lane // 4
                 at = qb + (row * QB_STRIDE + SLICE * warp + 32 * c + 8 * (lane % 4))
                 b = ptx.load_shared_16(at)
                 for s in range(2):
@@ -139,31 +187,78 @@ class TiledQuery(MmaQuery):
 
     def store_partial(self, sums, partial, warp, lane):
         """This warp's products of 16 tokens, a pair of neighbouring rows of Q_B a word pair."""
-        for n in range(self.tiles):
+        for n in range(TILES):
             for half in range(self.halves):
                 item = warp * self.partial_items + (n * self.halves + half) * 32 + lane
                 ptx.store_shared_f32x2(partial + 2 * item, *sums[n][2 * half : 2 * half + 2])
 
     @cute.jit
-    def reduce(self, partial, block, q, inverse, m, first, batch, heads, part, head, tid):
-        """Sums the warps' products in a fixed order: nope values to `block`, rope bytes to q."""
-        for item in range(tid, self.partial_items, THREADS):
-            lane, fragment = item % 32, item // 32
+    def reduce(
+        self, partial, nope, q, inverse, m: cutlass.Constexpr, first, batch, heads, rope, head, tid
+    ):
+        """Sums the warps' products in a fixed order: nope values to `nope`, rope bytes to q."""
+        if tid < self.partial_items:
+            lane, fragment = tid % 32, tid // 32
             tile, half = fragment // self.halves, fragment % self.halves
             low, high = Float32(0), Float32(0)
             for w in cutlass.range_constexpr(WARPS):
-                x, y = ptx.load_shared_f32x2(partial + 2 * (w * self.partial_items + item))
+                x, y = ptx.load_shared_f32x2(partial + 2 * (w * self.partial_items + tid))
                 low, high = low + x, high + y
             word = ptx.pack_bf16(low, high)
-            token = 16 * m + lane // 4 + 8 * half
-            column = 8 * tile + 2 * (lane % 4)
-            if tile < self.nope_tiles:
-                ptx.store_shared_b32(block + (token * self.nope_stride + column), word)
-            elif (first + token < batch) & (column < self.rows):
-                out = q_row(q, first + token, heads, head) + (KV_RANK + part * self.rope)
+            token, column = 16 * m + lane // 4 + 8 * half, 2 * (lane % 4)
+            if tile < TILES - 1:
+                ptx.store_shared_b32(nope + (token * self.nope_stride + 8 * tile + column), word)
+            elif first + token < batch:
                 ptx.store_global_b16(
-                    out + (column - self.nope), e4m3_pair(*ptx.unpack_bf16(word), inverse)
+                    q_row(q, first + token, heads, head) + (KV_RANK + rope + column),
+                    e4m3_pair(*ptx.unpack_bf16(word), inverse),
                 )
+
+    @cute.jit
+    def send_nope(self, nope, block, nope_full, part, tid):
+        """Sends this CTA's nope block to every CTA of the cluster, itself included.
+
+        From registers: the source may change, and the CTA end, before the bytes have arrived.
+        """
+        row_chunks: cutlass.Constexpr = self.nope // 8
+        for i in range(tid, self.tokens * row_chunks * self.cluster, THREADS):
+            peer, chunk = i % self.cluster, i // self.cluster
+            at = (chunk // row_chunks) * self.nope_stride + 8 * (chunk % row_chunks)
+            ptx.store_to_peer_16(
+                nope + (part * self.tokens * self.nope_stride + at),
+                ptx.load_shared_16(block + at),
+                nope_full,
+                peer,
+            )
+
+    @cute.jit
+    def absorb(self, nope, uk, q, inverse, first, batch, heads, latent, head, warp, lane):
+        """W_UK: a warp multiplies all tokens by eight latent columns at a time.
+
+        `uk` holds the piece of W_UK that starts at column `latent`.
+        """
+        for column in range(8 * warp, self.piece, 8 * WARPS):
+            weights = []
+            for k in cutlass.range_constexpr(NOPE // 32):
+                at = uk + ((32 * k + lane) * (self.piece + 8) + column)
+                weights += list(ptx.load_matrices_transposed(at))
+            for m in cutlass.range_constexpr(self.m_tiles):
+                token = 16 * m + lane % (8 * self.halves)
+                acc = [[Float32(0)] * 4, [Float32(0)] * 4]
+                for k in cutlass.range_constexpr(NOPE // 16):
+                    p = 16 * k + 8 * (lane // 16)
+                    row = (p // self.nope) * self.tokens + token
+                    a = ptx.load_matrices(nope + (row * self.nope_stride + p % self.nope))
+                    acc[k % 2] = ptx.mma(acc[k % 2], a, weights[2 * k : 2 * k + 2])
+                out = [acc[0][i] + acc[1][i] for i in range(4)]
+                for half in cutlass.range_constexpr(self.halves):
+                    row = first + 16 * m + lane // 4 + 8 * half
+                    if row < batch:
+                        word = ptx.pack_bf16(out[2 * half], out[2 * half + 1])
+                        ptx.store_global_b16(
+                            q_row(q, row, heads, head) + (latent + column + 2 * (lane % 4)),
+                            e4m3_pair(*ptx.unpack_bf16(word), inverse),
+                        )
 
     @cute.kernel
     def kernel(
@@ -189,29 +284,30 @@ class TiledQuery(MmaQuery):
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         first = tile * self.tokens
         base = cute.arch.get_dyn_smem(Uint8, alignment=128)
-        qb = self.shared.view(base, self.qb_at, BFloat16)
-        uk = self.shared.view(base, self.uk_at, BFloat16)
         partial = self.shared.view(base, self.partial_at, Float32)
         block = self.shared.view(base, self.block_at, BFloat16)
         nope = self.shared.view(base, self.nope_at, BFloat16)
         gamma = self.shared.view(base, self.gamma_at, BFloat16)
         squares = self.shared.view(base, self.square_at, Float32)
-        rows_full = self.shared.view(base, self.rows_full_at, Uint64)
         nope_full = self.shared.view(base, self.nope_full_at, Uint64)
 
         # Weights first: they do not depend on the previous kernel.
         norm_words = ptx.load_constant_16(q_norm + 8 * cutlass.min(tid, Q_RANK // 8 - 1))
         if warp == 0:
             if lane == 0:
-                cute.arch.mbarrier_init(rows_full, 1)
+                for at in self.full_at:
+                    cute.arch.mbarrier_init(self.shared.view(base, at, Uint64), 1)
                 cute.arch.mbarrier_init(nope_full, 1)
                 cute.arch.mbarrier_init_fence()
-                cute.arch.mbarrier_arrive_and_expect_tx(rows_full, self.rows * Q_RANK * 2)
-                cute.arch.mbarrier_arrive_and_expect_tx(nope_full, self.nope_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(nope_full, self.tokens * NOPE * 2)
             cute.arch.sync_warp()
-            self.copy_w_qb(w_qb, qb, rows_full, part, head, lane)
+            for item in cutlass.range_constexpr(len(self.slots_at)):
+                self.fill(item, w_qb, w_uk, base, part, head, lane)
+        if cutlass.const_expr(self.resident):
+            self.copy_w_uk(
+                w_uk, self.shared.view(base, self.uk_at, BFloat16), self.piece + 8, part, head, tid
+            )
         self.prefetch_kv_norm(kv_norm, tid)
-        self.copy_w_uk(w_uk, uk, self.uk_stride, part, head, tid)
 
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -227,18 +323,36 @@ class TiledQuery(MmaQuery):
             qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, first, heads, part,
             head, warp, lane,
         )  # fmt: skip
-        cute.arch.mbarrier_wait(rows_full, 0)
-        sums = self.project(x, qb, warp, lane)
-        cute.arch.cluster_arrive_relaxed()
-        for m in cutlass.range_constexpr(self.m_tiles):
-            if cutlass.const_expr(m > 0):
+        for item in cutlass.range_constexpr(self.blocks):
+            sums = self.project(x, self.wait_for(item, base), warp, lane)
+            for m in cutlass.range_constexpr(self.m_tiles):
+                turn = (item * self.m_tiles + m) % self.buffers
+                buffer = partial + turn * (2 * WARPS * self.partial_items)
+                self.store_partial(sums[m], buffer, warp, lane)
                 cute.arch.sync_threads()
-            self.store_partial(sums[m], partial, warp, lane)
-            cute.arch.sync_threads()
-            self.reduce(partial, block, q, inverse, m, first, batch, heads, part, head, tid)
+                if cutlass.const_expr(item == self.blocks - 1 and m == 0):
+                    # All sums are stored, so all reads of the slots that they came from are over.
+                    cute.arch.cluster_arrive_relaxed()
+                if cutlass.const_expr(m == 0):
+                    if warp == 0:
+                        following = item + len(self.slots_at)
+                        self.fill(following, w_qb, w_uk, base, part, head, lane)
+                self.reduce(
+                    buffer, block + item * BLOCK_NOPE, q, inverse, m, first, batch, heads,
+                    part * self.rope + item * BLOCK_ROPE, head, tid,
+                )  # fmt: skip
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
-        self.send_nope(nope, block, nope_full, part, tid)
-        cute.arch.mbarrier_wait(nope_full, 0)
-        self.absorb(nope, uk, q, inverse, first, batch, heads, part, head, warp, lane)
+        if cutlass.const_expr(self.cluster > 1):
+            self.send_nope(nope, block, nope_full, part, tid)
+            cute.arch.mbarrier_wait(nope_full, 0)
+        for piece in cutlass.range_constexpr(self.pieces):
+            if cutlass.const_expr(self.resident):
+                uk = self.shared.view(base, self.uk_at, BFloat16)
+            else:
+                uk = self.wait_for(self.blocks + piece, base)
+            self.absorb(
+                nope, uk, q, inverse, first, batch, heads,
+                part * self.latent + piece * self.piece, head, warp, lane,
+            )  # fmt: skip
