@@ -236,7 +236,7 @@ def _check_sizes(problem: Problem) -> None:
         )
 
 
-def check_scale(name: str, scale: float) -> float:
+def check_scale(name: str, scale: float | numbers.Real) -> float:
     """Returns a dequantisation scale that is known while tracing.
 
     Raises:
@@ -251,12 +251,12 @@ def check_scale(name: str, scale: float) -> float:
     return scale
 
 
-def _nearest_float(number: float) -> float:
+def _nearest_float(number: float | numbers.Real) -> float:
     """Returns the float that Python's conversion gives, and infinity where that overflows."""
     try:
         return float(number)
     except OverflowError:
-        return math.inf if number > 0 else -math.inf
+        return -math.inf if number < 0 else math.inf
 
 
 def check_eps(eps: float) -> None:

@@ -125,7 +125,9 @@ def on_mesh(size: int, kind: AxisType) -> dict[str, Any]:
     mesh = AbstractMesh((size,), ("tp",), axis_types=(kind,))
     spec = P("tp") if kind == AxisType.Auto else P()
     operands = avals(4, 2)
-    operands |= {name: operands[name].update(sharding=NamedSharding(mesh, P())) for name in operands}
+    operands |= {
+        name: operands[name].update(sharding=NamedSharding(mesh, P())) for name in operands
+    }
     heads = operands["w_uk"].update(sharding=NamedSharding(mesh, spec))
     return operands | {"w_uk": heads}
 

@@ -113,7 +113,9 @@ def as_float(number: float) -> float:
 
 
 @pytest.mark.parametrize("name", ["q_scale", "k_scale"])
-@pytest.mark.parametrize("scale", [0, 0.0, -1.0, math.inf, -math.inf, math.nan, 1e-50, 1e39, 10**400])
+@pytest.mark.parametrize(
+    "scale", [0, 0.0, -1.0, math.inf, -math.inf, math.nan, 1e-50, 1e39, 10**400]
+)
 def test_python_scales_must_be_finite_and_positive(name: str, scale: float) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         call(**{name: scale})
@@ -124,7 +126,9 @@ def test_python_scales_must_be_finite_and_positive(name: str, scale: float) -> N
 def test_eps_must_be_finite_and_not_negative(eps: float) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         call(eps=eps)
-    assert_says(str(caught.value), "eps", ("finite and at least 0", str(as_float(eps)), "rms_norm_eps"))
+    assert_says(
+        str(caught.value), "eps", ("finite and at least 0", str(as_float(eps)), "rms_norm_eps")
+    )
 
 
 def test_eps_must_be_known_while_tracing() -> None:
