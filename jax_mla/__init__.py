@@ -1,5 +1,6 @@
 """The query half of a Multi-head Latent Attention decode step, in one kernel launch."""
 
+import logging
 import sys
 from importlib.metadata import version
 
@@ -14,4 +15,8 @@ from jax_mla.errors import SetupError, UnsupportedError
 __all__ = ["SetupError", "UnsupportedError", "export_checks", "q_absorb", "supported"]
 __version__ = version("jax_mla")
 
-runtime.register()
+try:
+    runtime.register()
+except SetupError as error:
+    # q_absorb raises it. Here it would also stop `python -m jax_mla`, which is there to report it.
+    logging.getLogger("jax_mla").error("%s", error)

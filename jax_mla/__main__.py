@@ -6,11 +6,13 @@ import sys
 from collections import Counter
 
 from jax_mla.errors import SetupError
-from jax_mla.runtime.device import Device, call, device, driver_version
+from jax_mla.runtime.device import Device, call, device, driver_version, gpu_present
 from jax_mla.runtime.library import library
+from jax_mla.runtime.loader import check_driver
 from jax_mla.runtime.manifest import shipped
 
-_RUN_ON_HARDWARE = {"sm_90a"}
+RUN_ON_HARDWARE = {"sm_90a"}
+"""Targets whose kernels have run on a GPU."""
 
 
 def main() -> int:
@@ -22,8 +24,7 @@ def main() -> int:
             print_section()
         except SetupError as error:
             print(f"  NOT USABLE: {error}")
-            # Without a GPU a missing driver is no fault: the reference serves every call.
-            healthy = healthy and print_section is _print_devices
+            healthy = False
     return 0 if healthy else 1
 
 
@@ -50,7 +51,7 @@ def _print_cubins() -> None:
         manifest.read(kernel)
     counts = Counter(kernel.arch for kernel in manifest.kernels)
     for arch in manifest.archs:
-        state = "run on hardware" if arch in _RUN_ON_HARDWARE else "compiled, never run on hardware"
+        state = "run on hardware" if arch in RUN_ON_HARDWARE else "compiled, never run on hardware"
         print(f"  {arch}: {counts[arch]}, {state}")
     built_with = ", ".join(f"{name} {version}" for name, version in manifest.compiler.items())
     print(f"  built with {built_with}: {manifest.path.parent}")
@@ -58,9 +59,13 @@ def _print_cubins() -> None:
 
 def _print_devices() -> None:
     print("devices:")
+    if not gpu_present():
+        print("  no NVIDIA GPU: the jax.numpy reference serves every call")
+        return
     call("cuInit", 0, task="starting CUDA")
     major, minor = driver_version()
     print(f"  driver for CUDA {major}.{minor}")
+    check_driver()
     for ordinal in range(call("cuDeviceGetCount", task="GPUs")):
         print(f"  {_verdict(device(ordinal))}")
 

@@ -13,15 +13,19 @@ _LIBRARY = Path("lib", "libjax_mla.so")
 def package_path(folders: Iterable[str], search: Sequence[str]) -> list[str]:
     """Returns the folders to import the package's modules from.
 
+    Only a clone gives way to another folder. An installed package without its library stays what
+    it is: another one may be of another version, and its use would hide the damage.
+
     Args:
         folders: where the package was found.
         search: where installed packages are looked for, as sys.path.
 
     Raises:
-        ImportError: neither `folders` nor a package in `search` has the compiled library.
+        ImportError: `folders` is a clone's, and no package in `search` has the compiled library.
     """
     found = list(folders)
-    if any(Path(folder, _LIBRARY).is_file() for folder in found):
+    complete = any(Path(folder, _LIBRARY).is_file() for folder in found)
+    if complete or not any(_is_in_clone(folder) for folder in found):
         return found
     for entry in search:
         installed = Path(entry, "jax_mla")
@@ -31,3 +35,7 @@ def package_path(folders: Iterable[str], search: Sequence[str]) -> list[str]:
         f"{found[0]} holds the sources of jax_mla without its compiled library:"
         f" run `pip install .` in {Path(found[0]).parent} first."
     )
+
+
+def _is_in_clone(folder: str) -> bool:
+    return Path(folder).with_name("pyproject.toml").is_file()

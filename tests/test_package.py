@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,16 +59,57 @@ def test_the_report_uses_the_installed_package(folder: Path) -> None:
     assert str(files.locate("cubins/manifest.json").parent) in run.stdout
 
 
-def test_the_versions_agree() -> None:
-    assert jax_mla.__version__ == importlib.metadata.version("jax_mla")
+def test_the_installed_version_is_the_one_of_the_sources() -> None:
+    sources = tomllib.loads((_ROOT / "pyproject.toml").read_text())
+    assert jax_mla.__version__ == sources["project"]["version"]
 
 
 def test_bare_sources_say_what_to_run(tmp_path: Path) -> None:
     """-S hides the installed packages."""
     ignore = shutil.ignore_patterns("__pycache__", "lib", "cubins")
     shutil.copytree(_ROOT / "jax_mla", tmp_path / "jax_mla", ignore=ignore)
+    shutil.copy(_ROOT / "pyproject.toml", tmp_path)
     run = _run("-S", "-c", "import jax_mla", folder=tmp_path)
     assert run.returncode == 1
     last_line = run.stderr.strip().splitlines()[-1]
     assert last_line.startswith("ImportError: "), run.stderr
     assert "pip install ." in last_line
+
+
+_CALL = """
+import jax_mla, jax_mla.testing
+try:
+    jax_mla.q_absorb(**jax_mla.testing.make_inputs(1, 1))
+except jax_mla.SetupError as error:
+    print("SetupError:", error)
+"""
+
+
+def _cut_short(library: Path) -> str:
+    with library.open("r+b") as file:
+        file.truncate(3000)
+    return "was cut short: it has 3000 bytes, its header says at least"
+
+
+def _missing(library: Path) -> str:
+    library.unlink()
+    return "jax_mla has no lib/libjax_mla.so in"
+
+
+@pytest.mark.parametrize("damage", [_cut_short, _missing])
+def test_a_damaged_installation_says_so(tmp_path: Path, damage: Callable[[Path], str]) -> None:
+    """Neither a traceback nor a signal; the intact package further down the path is not taken."""
+    copy = tmp_path / "jax_mla"
+    for folder in jax_mla.__path__:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+    expected = damage(copy / "lib" / "libjax_mla.so")
+    report = _run("-m", "jax_mla", folder=tmp_path)
+    assert report.returncode == 1, report.stderr
+    [line] = [line for line in report.stdout.splitlines() if "NOT USABLE" in line]
+    call = _run("-c", _CALL, folder=tmp_path)
+    assert call.returncode == 0, call.stderr
+    for text in (line, call.stdout, call.stderr):  # stderr has the log line of the import
+        assert expected in text
+        assert str(copy) in text
+        assert "Reinstall jax_mla" in text
+    assert call.stdout.startswith("SetupError: ")

@@ -13,8 +13,8 @@ import pytest
 
 import jax_mla
 from jax_mla import config, runtime, variants
-from jax_mla.errors import SetupError
-from jax_mla.runtime import device, files, library, manifest, registration
+from jax_mla.errors import SetupError, UnsupportedError
+from jax_mla.runtime import device, files, library, loader, manifest, registration
 
 
 def _entry(**changes: Any) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def _entry(**changes: Any) -> dict[str, Any]:
         "cluster": 8,
         "tokens": 1,
         "shared_memory": 1024,
-        "carveout": None,
+        "carveout": 100,
         "registers": 40,
         "params": [],
     }
@@ -179,9 +179,37 @@ def test_a_failed_load_reaches_the_library_as_text() -> None:
     assert len(message.value) == 63  # cut to what fits
 
 
+def test_an_old_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "driver_version", lambda: (12, 8))
+    with pytest.raises(SetupError, match=r"supports CUDA 12\.8, the kernels need .*Install driver"):
+        loader.check_driver()
+
+
+_OLD_GPU = device.Device(ordinal=1, handle=None, name="A100", capability=(8, 0))
+
+
+def test_a_gpu_without_kernels_is_named_with_what_is_shipped() -> None:
+    assert _OLD_GPU.arch is None
+    assert _OLD_GPU.refusal == (
+        "A100 (device 1, compute capability 8.0): kernels are shipped for compute capability"
+        " 9.0 (sm_90a), 10.0 (sm_100a), 10.3 (sm_103a)."
+        ' Use such a GPU, or implementation="reference".'
+    )
+
+
+def test_a_cluster_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver answers as it does on a GPU that is split among several users."""
+    monkeypatch.setattr(loader, "call", lambda *_, **__: 0)
+    kernel = manifest.shipped().find("small_c16_t1", "sm_90a")
+    with pytest.raises(UnsupportedError, match=r"needs 16 SMs side by side.*Use a whole GPU"):
+        loader._check_cluster(kernel, 0, _OLD_GPU)
+
+
 def test_missing_cuda_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(SetupError, match=r"cuda-python is needed.*pip install 'jax_mla\[cuda13\]'"):
+    with pytest.raises(
+        SetupError, match=r"cuda-python is needed.*pip install 'cuda-python>=13,<14'"
+    ):
         device.bindings.__wrapped__()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,25 @@ OLDEST_DRIVER = "580"
 """First driver branch of CUDA 13, whose cubin format the shipped kernels have."""
 
 
+_PCI_VENDOR = "0x10de"
+_PCI_DISPLAY_CLASS = "0x03"
+
+
+def gpu_present(root: Path = Path("/")) -> bool:
+    """Whether this machine has an NVIDIA GPU, be there a driver for it or not.
+
+    Args:
+        root: of the file system.
+    """
+    if (root / "dev/nvidiactl").exists():
+        return True
+    return any(
+        vendor.read_text().startswith(_PCI_VENDOR)
+        and vendor.with_name("class").read_text().startswith(_PCI_DISPLAY_CLASS)
+        for vendor in root.glob("sys/bus/pci/devices/*/vendor")
+    )
+
+
 @functools.cache
 def bindings() -> ModuleType:
     """Returns cuda-python's driver module; raises SetupError when it is not installed."""
@@ -22,7 +42,7 @@ def bindings() -> ModuleType:
     except ImportError as error:
         raise SetupError(
             f"cuda-python is needed to load the kernels: {error}."
-            " Run `pip install 'jax_mla[cuda13]'`."
+            " Run `pip install 'cuda-python>=13,<14'`."
         ) from error
     return driver  # type: ignore[no-any-return]
 
@@ -81,7 +101,10 @@ class Device:
     def refusal(self) -> str:
         """What to tell a user whose device runs no shipped target."""
         needed = ("{}.{} ({})".format(*capability_of(arch), arch) for arch in shipped().archs)
-        return f"{self}: kernels are shipped for compute capability {', '.join(needed)}."
+        return (
+            f"{self}: kernels are shipped for compute capability {', '.join(needed)}."
+            ' Use such a GPU, or implementation="reference".'
+        )
 
     def __str__(self) -> str:
         major, minor = self.capability

@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+import struct
+from pathlib import Path
 
 from jax_mla import variants
 from jax_mla.errors import SetupError
@@ -10,6 +12,9 @@ from jax_mla.runtime.manifest import Kernel
 
 LOADER = ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
 """Callback (ordinal, key, message, message bytes): loads a kernel or writes why it cannot."""
+
+_ELF64 = b"\x7fELF\x02"
+_ELF64_HEADER_BYTES = 64
 
 
 @functools.cache
@@ -21,6 +26,7 @@ def library() -> ctypes.CDLL:
     """
     path = locate("lib/libjax_mla.so")
     try:
+        _check_whole(path)
         opened = ctypes.CDLL(str(path))
         abi = opened.jax_mla_abi()
         opened.jax_mla_set_loader.argtypes = [LOADER]
@@ -39,6 +45,24 @@ def library() -> ctypes.CDLL:
             f"{path} has kernel interface {abi}, the Python code {variants.ABI}. {REINSTALL}"
         )
     return opened
+
+
+def _check_whole(path: Path) -> None:
+    """Raises SetupError for a file that was cut short.
+
+    Opening one would end the process: dlopen maps the pages that the header promises, and touching
+    one past the end of the file is a bus error. The section headers are what a linker writes last.
+    """
+    content = path.read_bytes()
+    if not (content.startswith(_ELF64) and len(content) >= _ELF64_HEADER_BYTES):
+        return  # dlopen names what is wrong with those
+    section_headers, entry_bytes, entries = struct.unpack_from("<40xQ10xHH", content)
+    needed = section_headers + entry_bytes * entries
+    if len(content) < needed:
+        raise SetupError(
+            f"{path} was cut short: it has {len(content)} bytes, its header says at least {needed}."
+            f" {REINSTALL}"
+        )
 
 
 def add_kernel(ordinal: int, kernel: Kernel, function: int) -> None:

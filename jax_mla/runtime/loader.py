@@ -49,14 +49,15 @@ def _load(key: str, ordinal: int) -> None:
         raise UnsupportedError(found.refusal)
     kernel = shipped().find(key, found.arch)
     cubin = shipped().read(kernel)
-    _check_driver()
+    check_driver()
     with primary_context(found):
         function = _function(kernel, cubin, found)
         _check_cluster(kernel, function, found)
     add_kernel(ordinal, kernel, int(function))
 
 
-def _check_driver() -> None:
+def check_driver() -> None:
+    """Raises SetupError when the driver is older than the kernels."""
     needed = int(shipped().compiler["cuda"].split(".")[0])
     major, minor = driver_version()
     if major < needed:
@@ -72,9 +73,10 @@ def _function(kernel: Kernel, cubin: bytes, found: Device) -> Any:
     task = f"loading kernel '{kernel.key}' for {found}"
     library = call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0, task=task)
     handle = call("cuLibraryGetKernel", library, kernel.symbol.encode(), task=task)
-    values = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: kernel.shared_memory}
-    if kernel.carveout is not None:
-        values[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = kernel.carveout
+    values = {
+        attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: kernel.shared_memory,
+        attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: kernel.carveout,
+    }
     if kernel.cluster > _PORTABLE_CLUSTER:
         values[attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
     for attribute, value in values.items():
@@ -101,4 +103,5 @@ def _check_cluster(kernel: Kernel, function: Any, found: Device) -> None:
         raise UnsupportedError(
             f"{found} cannot launch kernel '{kernel.key}': it needs {kernel.cluster} SMs side by"
             f" side with {kernel.shared_memory} bytes of shared memory each."
+            ' Use a whole GPU instead of a part of one, or implementation="reference".'
         )

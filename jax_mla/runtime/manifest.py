@@ -25,7 +25,7 @@ class Kernel:
         cluster: CTAs a cluster.
         tokens: tokens a cluster handles.
         shared_memory: dynamic bytes a CTA.
-        carveout: percentage of L1 preferred as shared memory, or None for the driver's choice.
+        carveout: percentage of L1 preferred as shared memory.
     """
 
     key: str
@@ -37,7 +37,7 @@ class Kernel:
     cluster: int
     tokens: int
     shared_memory: int
-    carveout: int | None
+    carveout: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
