@@ -10,6 +10,10 @@ CUresult Launch(const Driver& driver, const Kernel& kernel, Parameters p, uint32
   cluster.value.clusterDim.y = 1;
   cluster.value.clusterDim.z = 1;
 
+  // Programmatic stream serialization is not set, on purpose. With it this kernel would start while
+  // the one before it still runs, and it reads weights before it waits for that one: right only if
+  // that one did not write them, and in an XLA program it may have (a cast, a copy). Without it the
+  // wait in the kernel returns at once.
   CUlaunchConfig config = {};
   config.gridDimX = kernel.cluster;
   config.gridDimY = heads;

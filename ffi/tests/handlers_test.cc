@@ -17,8 +17,8 @@ const Library* library = nullptr;
 
 // What a test changes in a call that is right otherwise.
 struct Changes {
-  int64_t batch = 5, heads = 2, columns = 3648, rope_columns = 576;
-  uintptr_t qkv = 0x10000, cache_out = kCache;
+  int64_t batch = 5, heads = 2, columns = 3648, pages = 70000, rope_columns = 576;
+  uintptr_t qkv = 0x10000, cache = kCache, cache_out = kCache;
   std::string kernel = "tiled_c8_t4";
 };
 
@@ -31,12 +31,12 @@ CallFrame QAbsorb(const Changes& c) {
       .Operand(kBf16, {512}, 0x30000)
       .Operand(kBf16, {c.heads * 192, 1536}, 0x40000)
       .Operand(kBf16, {c.heads, 128, 512}, 0x50000)
-      .Operand(kE4m3, {70000, 70000, c.rope_columns}, kCache)
+      .Operand(kE4m3, {c.pages, 70000, c.rope_columns}, c.cache)
       .Operand(XLA_FFI_DataType_S32, {c.batch}, 0x60004)
       .Operand(kF32, {}, 0x70004)
       .Operand(kF32, {}, 0x80004)
       .Result(kE4m3, {c.batch, c.heads, 576}, 0x90000)
-      .Result(kE4m3, {70000, 70000, c.rope_columns}, c.cache_out)
+      .Result(kE4m3, {c.pages, 70000, c.rope_columns}, c.cache_out)
       .Attributes(c.kernel, kAbi, kEps);
   return frame;
 }
@@ -128,6 +128,15 @@ void NoTokenLaunchesNothing() {
   CHECK(driver->count == 0);
 }
 
+void ACacheWithoutPagesNeedsNoMemory() {
+  for (const uintptr_t cache_out : {uintptr_t{0}, uintptr_t{0xD0000}}) {
+    driver->count = 0;
+    CHECK(Execute({.pages = 0, .cache = 0, .cache_out = cache_out}) == "");
+    CHECK(driver->count == 1);           // queries are still produced
+    CHECK(driver->parameters[11] == 0);  // rows: no slot names one
+  }
+}
+
 void WhatWouldLeaveABufferIsRefused() {
   driver->count = 0;
   CheckContains(Execute({.columns = 2104}), "at least 2112 columns");
@@ -167,6 +176,7 @@ int main(int, char** arguments) {
   LaunchFollowsThePlanOfTheKernel();
   ParametersComeInTheOrderOfTheCubins();
   NoTokenLaunchesNothing();
+  ACacheWithoutPagesNeedsNoMemory();
   WhatWouldLeaveABufferIsRefused();
   DriverErrorsAreNamed();
 }
