@@ -160,19 +160,20 @@ def e4m3_steps(actual: Array, expected: Array) -> npt.NDArray[np.int32]:
     Args:
         actual, expected: e4m3 arrays of one shape, or their bytes.
     """
-    a, b = (_bytes(x).astype(np.int32) for x in (actual, expected))
+    a, b = (bytes_of(x).astype(np.int32) for x in (actual, expected))
     nan_a, nan_b = ((u & 0x7F) == 0x7F for u in (a, b))
     distance = np.abs(_order(a) - _order(b))
     steps: npt.NDArray[np.int32] = np.where(nan_a | nan_b, 255 * (nan_a ^ nan_b), distance)
     return steps
 
 
-def _bytes(x: Any) -> Bytes:
+def bytes_of(x: Any) -> Bytes:
+    """Returns the bytes of an array of an 8-bit type, to compare NaN and signs of zero too."""
     return np.asarray(x).view(np.uint8)
 
 
 def _floats(x: Any) -> npt.NDArray[np.float32]:
-    values: npt.NDArray[np.float32] = _bytes(x).view(jnp.float8_e4m3fn).astype(np.float32)
+    values: npt.NDArray[np.float32] = bytes_of(x).view(jnp.float8_e4m3fn).astype(np.float32)
     return values
 
 
@@ -198,7 +199,7 @@ def check_query(actual: Array, expected: Oracle) -> None:
     far = np.where(small, (steps > 4) & ~(distance <= SMALLEST * rms), steps > 1)
     differing = np.count_nonzero(steps)
     far_large, far_small = np.count_nonzero(far & ~small), np.count_nonzero(far & small)
-    negative_nan = np.count_nonzero(_bytes(actual) == 0xFF)
+    negative_nan = np.count_nonzero(bytes_of(actual) == 0xFF)
     if far_large or far_small or negative_nan or differing > steps.size / 100:
         raise AssertionError(
             f"of {steps.size} query bytes {differing} differ (1 % may), {far_large} large ones by"
@@ -215,8 +216,8 @@ def check_cache(actual: Array, expected: Oracle) -> None:
     Raises:
         AssertionError: they are further away; the text counts the places.
     """
-    changed = _bytes(actual)[~expected.written] != _bytes(expected.cache)[~expected.written]
-    stored, wanted = _bytes(actual)[expected.written], _bytes(expected.cache)[expected.written]
+    changed = bytes_of(actual)[~expected.written] != bytes_of(expected.cache)[~expected.written]
+    stored, wanted = bytes_of(actual)[expected.written], bytes_of(expected.cache)[expected.written]
     steps = e4m3_steps(stored, wanted)
     differing, far = np.count_nonzero(steps), np.count_nonzero(steps > 1)
     negative_nan = np.count_nonzero(stored == 0xFF)

@@ -11,16 +11,15 @@ import pytest
 
 import jax_mla
 from jax_mla.reference import quantize
-from jax_mla.testing import e4m3_steps, make_inputs, round_to_e4m3
+from jax_mla.testing import Bytes, bytes_of, e4m3_steps, make_inputs, round_to_e4m3
 
-Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
 def stored(values: Any, scale: float | np.float32 = 1.0) -> Bytes:
     """Bytes of FP32 values, compiled."""
     quantized = jax.jit(quantize)(np.asarray(values, np.float32), np.float32(scale))
-    return np.asarray(quantized).view(np.uint8)
+    return bytes_of(quantized)
 
 
 def e4m3_values() -> Floats:
@@ -84,7 +83,7 @@ def test_the_oracle_rounds_alike() -> None:
     values = np.exp(rng.uniform(-9, 7, 100_000)) * rng.choice([-1, 1], 100_000)
     values = np.concatenate([values, [449, 464.1, 1e4, np.inf, -np.inf, np.nan, -np.nan, 0, -0.0]])
     values = values.astype(np.float32)
-    expected = round_to_e4m3(values.astype(np.float64)).view(np.uint8)
+    expected = bytes_of(round_to_e4m3(values.astype(np.float64)))
     np.testing.assert_array_equal(stored(values), expected)
 
 
@@ -95,7 +94,7 @@ def test_values_are_multiplied_by_the_reciprocal() -> None:
     ties = (values[1:] + values[:-1]) / 2 * scale
     ties = np.concatenate([ties, np.nextafter(ties, np.float32(0))])
     product, quotient = (
-        round_to_e4m3(x.astype(np.float64)).view(np.uint8)
+        bytes_of(round_to_e4m3(x.astype(np.float64)))
         for x in (ties * (np.float32(1) / scale), ties / scale)
     )
     assert (product != quotient).any()
@@ -125,7 +124,7 @@ def test_odd_traced_scales_reach_queries_and_cache(scale: float) -> None:
     rows = np.asarray(cache).reshape(-1, 576)[np.asarray(inputs["slots"])]
     allowed = {0.0: {0x7E, 0xFE, 0x7F}, np.inf: {0x00, 0x80}}.get(scale, {0x7F})
     for result in (np.asarray(q), rows):
-        assert set(result.view(np.uint8).ravel().tolist()) <= allowed
+        assert set(bytes_of(result).ravel().tolist()) <= allowed
 
 
 def test_every_bf16_pattern_goes_through_k_pe() -> None:
@@ -138,7 +137,7 @@ def test_every_bf16_pattern_goes_through_k_pe() -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = patterns.astype(np.float32) * (np.float32(1) / np.float32(0.75))
     expected = round_to_e4m3(scaled.astype(np.float64))
-    np.testing.assert_array_equal(rows[:, 512:].view(np.uint8), expected.view(np.uint8))
+    np.testing.assert_array_equal(bytes_of(rows[:, 512:]), bytes_of(expected))
     assert not np.isnan(rows[:, :512].astype(np.float32)).any()
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mla
 from jax_mla import primitive, runtime, variants
-from jax_mla.testing import make_inputs
+from jax_mla.testing import bytes_of, make_inputs
 
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 
@@ -222,9 +222,7 @@ def test_an_exported_program_comes_back() -> None:
     compiled = again.lower(**inputs).compile().as_text() or ""
     assert "input_output_alias={ {1}: " in compiled
     for got, wanted in zip(again(**inputs), expected, strict=True):
-        np.testing.assert_array_equal(
-            np.asarray(got).view(np.uint8), np.asarray(wanted).view(np.uint8)
-        )
+        np.testing.assert_array_equal(bytes_of(got), bytes_of(wanted))
 
 
 def test_a_program_exported_for_gpus_holds_the_key() -> None:

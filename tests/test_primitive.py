@@ -7,21 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
 from jax_mla import config
-from jax_mla.testing import make_inputs
+from jax_mla.testing import bytes_of, make_inputs
 
-Bytes = npt.NDArray[np.uint8]
 Inputs = dict[str, Any]
-
-
-def bytes_of(array: Any) -> Bytes:
-    return np.asarray(array).view(np.uint8)
 
 
 def assert_same(got: Any, expected: Any) -> None:

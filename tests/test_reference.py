@@ -5,17 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import jax_mla
 from jax_mla import reference, testing
-
-Bytes = npt.NDArray[np.uint8]
-
-
-def bytes_of(array: Any) -> Bytes:
-    return np.asarray(array).view(np.uint8)
+from jax_mla.testing import Bytes, bytes_of
 
 
 def rows_of(cache: Any) -> Bytes:
@@ -93,6 +87,15 @@ def test_the_last_of_equal_slots_wins_whole() -> None:
     _, expected = absorb(inputs | {"slots": jnp.asarray(winners)})
     assert len(last) == 17
     np.testing.assert_array_equal(bytes_of(cache), bytes_of(expected))
+
+
+@pytest.mark.parametrize("page_size", [1, 480])
+def test_a_cache_without_pages_still_gives_queries(page_size: int) -> None:
+    inputs = testing.make_inputs(2, 1, page_size=page_size)
+    expected, _ = absorb(inputs)
+    q, cache = absorb(inputs | {"cache": inputs["cache"][:0]})
+    np.testing.assert_array_equal(bytes_of(q), bytes_of(expected))
+    assert cache.shape == (0, page_size, 576)
 
 
 def test_nan_bytes_of_other_rows_stay() -> None:

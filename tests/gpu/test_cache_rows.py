@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_calls import Bytes, bytes_of, kernel_bytes
+from kernel_calls import kernel_bytes
 
 import jax_mla
 from jax_mla.rules import ROW
-from jax_mla.testing import make_inputs
+from jax_mla.testing import Bytes, bytes_of, make_inputs
 
 BATCHES = pytest.mark.parametrize("batch", [1, 5, 17, 70])
 
@@ -63,6 +63,21 @@ def test_the_last_of_the_tokens_that_name_a_slot_wins(batch: int) -> None:
     for token in range(batch):
         expected[shared[token]] = rows_of(cache)[unique[token]]
     assert np.array_equal(rows_of(cache_shared), expected)
+
+
+@BATCHES
+def test_a_cache_without_pages_still_gives_queries(batch: int) -> None:
+    inputs = make_inputs(batch, 2, pages=7, page_size=480)
+    [(expected, _)] = kernel_bytes([inputs])
+    no_pages: dict[str, Any] = {**inputs, "cache": inputs["cache"][:0]}
+
+    def call(x: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        return jax_mla.q_absorb(**x, implementation="cuda")
+
+    for donated in ((), (0,)):
+        q, cache = jax.jit(call, donate_argnums=donated)(no_pages)
+        assert np.array_equal(bytes_of(q), expected)
+        assert cache.shape == (0, 480, ROW)
 
 
 def test_rows_beyond_four_gibibytes() -> None:

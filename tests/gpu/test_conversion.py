@@ -22,12 +22,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_calls import Bytes, e4m3_bytes, kernel_bytes
+from kernel_calls import kernel_bytes
 
 import jax_mla
 from jax_mla import variants
 from jax_mla.rules import HEAD_ROWS, KV_RANK, MAX_HEADS, NOPE, Q_RANK, ROPE
-from jax_mla.testing import e4m3_steps, make_inputs
+from jax_mla.testing import Bytes, bytes_of, e4m3_steps, make_inputs, round_to_e4m3
 
 BITS = np.arange(2**16, dtype=np.uint16)
 # FP32 arithmetic may take subnormals for zero, which a scale of 0 would show: zeros instead.
@@ -41,7 +41,8 @@ VARIANTS = pytest.mark.parametrize("key", [variant.key for variant in variants.S
 
 def expected_bytes(values: npt.NDArray[ml_dtypes.bfloat16], scale: float) -> Bytes:
     with np.errstate(all="ignore"):
-        return e4m3_bytes(values.astype(np.float32) * (np.float32(1) / np.float32(scale)))
+        products = values.astype(np.float32) * (np.float32(1) / np.float32(scale))
+        return bytes_of(round_to_e4m3(products.astype(np.float64)))
 
 
 def assert_same(actual: Bytes, expected: Bytes) -> None:

@@ -9,10 +9,9 @@ import sys
 from typing import Any
 
 import jax
-from kernel_calls import bytes_of
 
 import jax_mla
-from jax_mla.testing import make_inputs
+from jax_mla.testing import bytes_of, make_inputs
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 HEADS, BATCH = 6, 3

@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from kernel_calls import Bytes, bytes_of
 
 import jax_mla
-from jax_mla.testing import make_inputs
+from jax_mla.testing import Bytes, bytes_of, make_inputs
 
 LAYERS = 8
 ALWAYS, NEVER = "1", "1000000"

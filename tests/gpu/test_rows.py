@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_calls import bytes_of, kernel_bytes
+from kernel_calls import kernel_bytes
 
 import jax_mla
 from jax_mla.rules import QKV_COLUMNS
-from jax_mla.testing import make_inputs
+from jax_mla.testing import bytes_of, make_inputs
 
 
 @pytest.mark.parametrize("batch", [1, 9, 33])

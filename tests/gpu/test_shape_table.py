@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from kernel_calls import bytes_of, kernel_results, take
+from kernel_calls import kernel_results, take
 from shapes import CHECKED_BATCHES, CHECKED_HEADS
 
 import jax_mla
 from jax_mla import variants
-from jax_mla.testing import Oracle, check_cache, check_query, make_inputs, oracle
+from jax_mla.testing import Oracle, bytes_of, check_cache, check_query, make_inputs, oracle
 
 PAGES, PAGE_SIZE = 7, 61
 # Near the RMS of the values, 1: a much smaller scale would resolve what cancellation leaves of

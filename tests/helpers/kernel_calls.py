@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 from forced import forced_variant
 
 import jax_mla
+from jax_mla.testing import Bytes, bytes_of
 
-Bytes = npt.NDArray[np.uint8]
 Inputs = Mapping[str, Any]
 """Arguments of q_absorb by name; all arrays."""
 
@@ -21,18 +20,8 @@ POISON = 0xFF
 """No kernel writes this byte (NaN is 0x7F): a query byte that still holds it was not written."""
 
 
-def bytes_of(array: Any) -> Bytes:
-    return np.asarray(array).view(np.uint8)
-
-
 def e4m3_array(values: Bytes) -> jax.Array:
     return jnp.asarray(values.view(ml_dtypes.float8_e4m3fn))
-
-
-def e4m3_bytes(values: npt.NDArray[np.float32]) -> Bytes:
-    """What the contract stores for FP32 values: nearest even, saturating, NaN is 0x7F."""
-    stored = np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return np.where(np.isnan(values), np.uint8(0x7F), stored)
 
 
 def take(inputs: Inputs, batch: int) -> dict[str, Any]:

@@ -8,10 +8,9 @@ import json
 import sys
 
 import jax
-import numpy as np
 
 import jax_mla
-from jax_mla.testing import make_inputs
+from jax_mla.testing import bytes_of, make_inputs
 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -21,6 +20,6 @@ inputs = make_inputs(batch, heads, pages=5, page_size=16)
 events: list[str] = []
 jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
 results = jax.jit(lambda **x: jax_mla.q_absorb(**x, implementation="cuda"))(**inputs)
-stored = b"".join(np.asarray(result).view(np.uint8).tobytes() for result in results)
+stored = b"".join(bytes_of(result).tobytes() for result in results)
 hits = events.count("/jax/compilation_cache/cache_hits")
 print(json.dumps({"digest": hashlib.sha256(stored).hexdigest(), "hits": hits}))

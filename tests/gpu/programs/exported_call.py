@@ -6,13 +6,15 @@ import pathlib
 import sys
 
 import jax
-import numpy as np
 
-from jax_mla.testing import make_inputs  # imports jax_mla, which registers the kernel's target
+from jax_mla.testing import (  # imports jax_mla, which registers the kernel's target
+    bytes_of,
+    make_inputs,
+)
 
 batch, heads = map(int, sys.argv[1:3])
 inputs = make_inputs(batch, heads, pages=5, page_size=16)
 exported = jax.export.deserialize(bytearray(pathlib.Path(sys.argv[3]).read_bytes()))
 results = jax.jit(exported.call)(inputs)
-stored = b"".join(np.asarray(result).view(np.uint8).tobytes() for result in results)
+stored = b"".join(bytes_of(result).tobytes() for result in results)
 print(json.dumps({"digest": hashlib.sha256(stored).hexdigest()}))
