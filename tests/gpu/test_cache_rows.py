@@ -69,10 +69,10 @@ def test_the_last_of_the_tokens_that_name_a_slot_wins(batch: int) -> None:
 def test_a_cache_without_pages_still_gives_queries(batch: int) -> None:
     inputs = make_inputs(batch, 2, pages=7, page_size=480)
     [(expected, _)] = kernel_bytes([inputs])
-    no_pages: dict[str, Any] = {**inputs, "cache": inputs["cache"][:0]}
+    no_pages = inputs.pop("cache")[:0]
 
-    def call(x: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        return jax_mla.q_absorb(**x, implementation="cuda")
+    def call(cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax_mla.q_absorb(cache=cache, **inputs, implementation="cuda")
 
     for donated in ((), (0,)):
         q, cache = jax.jit(call, donate_argnums=donated)(no_pages)

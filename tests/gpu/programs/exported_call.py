@@ -7,10 +7,8 @@ import sys
 
 import jax
 
-from jax_mla.testing import (  # imports jax_mla, which registers the kernel's target
-    bytes_of,
-    make_inputs,
-)
+# Importing from jax_mla registers the kernel's target.
+from jax_mla.testing import bytes_of, make_inputs
 
 batch, heads = map(int, sys.argv[1:3])
 inputs = make_inputs(batch, heads, pages=5, page_size=16)
