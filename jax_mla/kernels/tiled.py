@@ -19,8 +19,6 @@ CHUNKS = SLICE // 32
 the MMA's own order does not matter."""
 QB_STRIDE = Q_RANK + 32
 """Row stride of Q_B in shared memory: 8 rows x 4 quarters of 16 bytes hit all banks evenly."""
-
-
 BLOCK_NOPE, BLOCK_ROPE = 16, 8
 BLOCK_ROWS = BLOCK_NOPE + BLOCK_ROPE
 """Rows of Q_B multiplied at once: 24."""
@@ -291,7 +289,8 @@ class TiledQuery(ClusterQuery):
         squares = self.shared.view(base, self.square_at, Float32)
         nope_full = self.shared.view(base, self.nope_full_at, Uint64)
 
-        # Weights first: they do not depend on the previous kernel.
+        # Weights before the wait: a launch that overlaps the previous kernel, which is the launcher's
+        # choice and not made by default, promises that it did not write them.
         norm_words = ptx.load_constant_16(q_norm + 8 * cutlass.min(tid, Q_RANK // 8 - 1))
         if warp == 0:
             if lane == 0:
