@@ -21,10 +21,15 @@ def gpu_query(*fields: str) -> dict[str, str]:
     """What nvidia-smi says of the first device's `fields`; it only reads."""
     ordinal = jax.local_devices()[0].local_hardware_id
     command = ["nvidia-smi", f"--id={ordinal}", f"--query-gpu={','.join(fields)}"]
-    line = subprocess.run(
-        [*command, "--format=csv,noheader"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    return dict(zip(fields, line.split(", "), strict=True))
+    try:
+        answer = subprocess.run(
+            [*command, "--format=csv,noheader"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except FileNotFoundError:
+        raise SystemExit(
+            "nvidia-smi was not found, results need its clocks. Install it: the driver has it."
+        ) from None
+    return dict(zip(fields, answer.split(", "), strict=True))
 
 
 def clocks() -> dict[str, str]:

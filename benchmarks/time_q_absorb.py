@@ -119,6 +119,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    if (found := jax.default_backend()) != "gpu":
+        raise SystemExit(f"timing needs an NVIDIA GPU, JAX found {found}. Run `python -m jax_mla`.")
     keys = [v.key for v in variants.SHIPPED] if options.variants == ["all"] else options.variants
     facts = environment(options.commit) | {"clocks_before": clocks()}
     workloads = [Workload(heads, batch) for heads in options.heads for batch in options.batch]

@@ -242,12 +242,21 @@ def report(run: Run) -> bool:
     return overall <= OVERALL_BOUND and worst <= STEP_BOUND
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Decode with jax_mla.q_absorb and check it.")
-    parser.add_argument("--heads", type=int, default=6, help="heads on this GPU (Kimi-K3 has 96)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences")
-    parser.add_argument("--steps", type=int, default=24, help="tokens to decode")
-    parser.add_argument("--page-size", type=int, default=16, help="cache rows a page")
+    parser.add_argument(
+        "--heads", type=positive, default=6, help="heads on this GPU (Kimi-K3 has 96)"
+    )
+    parser.add_argument("--batch", type=positive, default=4, help="sequences")
+    parser.add_argument("--steps", type=positive, default=24, help="tokens to decode")
+    parser.add_argument("--page-size", type=positive, default=16, help="cache rows a page")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--implementation", choices=("auto", "cuda", "reference"), default="auto")
     return parser.parse_args(arguments)

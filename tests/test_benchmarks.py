@@ -1,9 +1,14 @@
 """The benchmark's arithmetic, its peer, and the tables that the README quotes."""
 
+import itertools
 import json
 import pathlib
-import time
+import subprocess
+import sys
+from collections.abc import Callable
 
+import clock
+import environment
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +57,9 @@ def test_readme_quotes_the_committed_results() -> None:
 
 
 def test_every_committed_result_beats_the_peer() -> None:
-    for file in tables.RESULTS.glob("*.json"):
+    files = list(tables.RESULTS.glob("*.json"))
+    assert files
+    for file in files:
         for row in json.loads(file.read_text())["rows"]:
             assert row["timings"]["jax_mla"]["us"] < row["timings"]["jnp"]["us"], row
 
@@ -105,13 +112,58 @@ def test_a_chain_runs_and_keeps_its_buffers(monkeypatch: pytest.MonkeyPatch) -> 
     assert len({np.asarray(query).tobytes() for query in chain.queries}) == 2
 
 
-def test_programs_are_timed_in_microseconds_a_layer() -> None:
-    def program(milliseconds: int) -> Program:
-        return Program(call=lambda: time.sleep(milliseconds / 1000), wait=lambda: None, layers=10)
+class Machine:
+    """A clock that only programs move: enqueuing a call takes 10 us, running it `call_us`."""
 
-    timings = time_in_turns({"short": program(1), "long": program(3)})
-    assert 100 <= timings["short"].p10 <= timings["short"].us <= timings["short"].p90
-    assert 1.5 < timings["long"].us / timings["short"].us < 4
+    def __init__(self) -> None:
+        self._now_us, self._queued_us = 0.0, 0.0
+
+    def perf_counter(self) -> float:
+        return self._now_us / 1e6
+
+    def program(self, call_us: Callable[[], float], layers: int) -> Program:
+        def call() -> None:
+            self._now_us += 10
+            self._queued_us += call_us() - 10
+
+        return Program(call=call, wait=self._wait, layers=layers)
+
+    def _wait(self) -> None:
+        self._now_us += self._queued_us
+        self._queued_us = 0
+
+
+def test_programs_are_timed_in_microseconds_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    monkeypatch.setattr(clock, "time", machine)
+    slower = itertools.count(300)
+    programs = {
+        "steady": machine.program(lambda: 1000, layers=10),
+        "drifting": machine.program(lambda: next(slower), layers=1),
+    }
+    timings = time_in_turns(programs)
+    steady, drifting = timings["steady"], timings["drifting"]
+    assert steady.rounded() == {"us": 100, "p10": 100, "p90": 100, "host_us": 1}
+    assert 300 < drifting.p10 < drifting.us < drifting.p90
+    assert drifting.host_us == pytest.approx(10)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU to time")
+def test_timing_without_a_gpu_ends_with_a_sentence() -> None:
+    run = subprocess.run(
+        [sys.executable, tables.ROOT / "benchmarks" / "time_q_absorb.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert run.stderr == "timing needs an NVIDIA GPU, JAX found cpu. Run `python -m jax_mla`.\n"
+
+
+def test_a_missing_nvidia_smi_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match=r"nvidia-smi was not found.* Install it"):
+        environment.gpu_query("name")
 
 
 @pytest.mark.parametrize("key", [variant.key for variant in variants.SHIPPED])

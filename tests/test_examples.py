@@ -73,6 +73,16 @@ def test_pages_of_any_size_and_a_single_sequence_decode(decode_step: ModuleType)
     )
 
 
+@pytest.mark.parametrize("option", ["--heads", "--batch", "--steps", "--page-size"])
+def test_a_size_below_one_is_refused_by_name(
+    decode_step: ModuleType, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        decode_step.main([option, "0"])
+    assert caught.value.code == 2
+    assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err
+
+
 def test_the_snippet_in_the_readme_runs() -> None:
     [snippet] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
