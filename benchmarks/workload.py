@@ -116,7 +116,7 @@ def _jitted_chain(implementation: Implementation, rounds: int) -> Any:
         spent: list[jax.Array],
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         del spent
-        caches, queries, q = list(caches), [], None
+        caches, q = list(caches), None
         for _ in range(rounds):
             queries = []
             for layer, row in enumerate(rows):
