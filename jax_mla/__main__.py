@@ -59,10 +59,13 @@ def _print_cubins() -> None:
 
 def _print_devices() -> None:
     print("devices:")
-    if not gpu_present():
+    try:
+        call("cuInit", 0, task="starting CUDA")
+    except SetupError:
+        if gpu_present():
+            raise
         print("  no NVIDIA GPU: the jax.numpy reference serves every call")
         return
-    call("cuInit", 0, task="starting CUDA")
     major, minor = driver_version()
     print(f"  driver for CUDA {major}.{minor}")
     check_driver()

@@ -1,11 +1,14 @@
-"""The documentation of public names runs, and is whole."""
+"""The documentation of public names runs, and is whole; the README's table of GPUs is true."""
 
 import doctest
 import inspect
 import re
+from pathlib import Path
 
 import jax_mla
 from jax_mla import api
+from jax_mla.__main__ import RUN_ON_HARDWARE
+from jax_mla.runtime.manifest import capability_of, shipped
 
 PUBLIC_FUNCTIONS = [
     getattr(jax_mla, name) for name in jax_mla.__all__ if inspect.isfunction(getattr(jax_mla, name))
@@ -24,3 +27,10 @@ def test_every_argument_is_explained() -> None:
         missing = set(inspect.signature(function).parameters) - set(explained)
         assert not missing, f"{function.__name__} does not explain {missing}"
     assert jax_mla.q_absorb in PUBLIC_FUNCTIONS
+
+
+def test_the_readme_lists_the_gpus_that_are_shipped_for() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+)\.(\d) \| [^|]* \| (\w+)", readme, re.MULTILINE)
+    said = {(int(major), int(minor)): state == "tested" for major, minor, state in rows}
+    assert said == {capability_of(arch): arch in RUN_ON_HARDWARE for arch in shipped().archs}
