@@ -188,8 +188,8 @@ class ResidentQuery(ClusterQuery):
         x = self.shared.view(base, self.x_at, BFloat16)
         nope = self.shared.view(base, self.nope_at, BFloat16)
 
-        # Weights before the wait: a launch that overlaps the previous kernel, which is the launcher's
-        # choice and not made by default, promises that it did not write them.
+        # Weights before the wait: a launch that overlaps the previous kernel, which the launcher
+        # chooses and by default does not, promises that it did not write them.
         rows = self.qb_rows(w_qb, head, warp, lane)
         window = cute.make_rmem_tensor((AHEAD, TILES, 4), Uint32)
         for c in cutlass.range_constexpr(AHEAD):

@@ -158,8 +158,8 @@ class SmallQuery(ClusterQuery):
         rows_full = self.shared.view(base, self.rows_full_at, Uint64)
         nope_full = self.shared.view(base, self.nope_full_at, Uint64)
 
-        # Weights before the wait: a launch that overlaps the previous kernel, which is the launcher's
-        # choice and not made by default, promises that it did not write them.
+        # Weights before the wait: a launch that overlaps the previous kernel, which the launcher
+        # chooses and by default does not, promises that it did not write them.
         if tid == 0:
             cute.arch.mbarrier_init(rows_full, 1)
             cute.arch.mbarrier_init(nope_full, 1)

@@ -289,8 +289,8 @@ class TiledQuery(ClusterQuery):
         squares = self.shared.view(base, self.square_at, Float32)
         nope_full = self.shared.view(base, self.nope_full_at, Uint64)
 
-        # Weights before the wait: a launch that overlaps the previous kernel, which is the launcher's
-        # choice and not made by default, promises that it did not write them.
+        # Weights before the wait: a launch that overlaps the previous kernel, which the launcher
+        # chooses and by default does not, promises that it did not write them.
         norm_words = ptx.load_constant_16(q_norm + 8 * cutlass.min(tid, Q_RANK // 8 - 1))
         if warp == 0:
             if lane == 0:
