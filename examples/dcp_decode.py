@@ -219,7 +219,7 @@ class OnOneDevice:
 
     def _in_one_cache(self, tables: Ints) -> Ints:
         """Tables count pages within a data shard; here the pages of all shards lie in a row."""
-        shard = np.arange(len(tables), dtype=np.int32) * self._data // len(tables)
+        shard: Ints = np.arange(len(tables), dtype=np.int32) * self._data // len(tables)
         return tables + shard[:, None] * self._pages
 
 

@@ -37,8 +37,8 @@ def run(processes: int, folder: pathlib.Path) -> dict[str, Any]:
             process.kill()
     assert [process.returncode for process in running] == [0] * processes, "\n".join(printed)
     results: dict[str, Any] = {}
-    for process in range(processes):
-        results |= np.load(folder / f"{process}.npz")
+    for file in folder.glob("*.npz"):
+        results |= np.load(file)
     return results
 
 

@@ -68,4 +68,5 @@ def main(processes: int, process: int, port: int, folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:4]), folder=pathlib.Path(sys.argv[4]))
+    processes, process, port, folder = sys.argv[1:]
+    main(int(processes), int(process), int(port), pathlib.Path(folder))
