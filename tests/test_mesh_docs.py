@@ -1,5 +1,6 @@
 """What docs/mesh.md shows is what the package does."""
 
+import math
 import pathlib
 import re
 
@@ -14,7 +15,7 @@ AXES = MeshAxes(batch="data", heads="tensor", dcp="dcp")
 
 def shown(label: str) -> list[str]:
     """The cells of the picture's rows with this label, device by device."""
-    rows = re.findall(rf"^ +{label} *│(.*)│$", TEXT, re.MULTILINE)
+    rows = re.findall(rf"^ +{label} *│(.*)│(?: +\d+ KiB)?$", TEXT, re.MULTILINE)
     return [cell.strip() for row in rows for cell in row.split("│")]
 
 
@@ -34,6 +35,18 @@ def test_the_picture_shows_where_arrays_are() -> None:
     owners = np.asarray(dcp.owner(np.arange(10), 2))
     positions = [" ".join(map(str, np.flatnonzero(owners == rank))) for rank in (0, 1)]
     assert shown("positions") == [f"{own} ..." for own in positions] * 4
+
+
+def test_the_picture_shows_what_a_device_holds_in_bytes() -> None:
+    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "tensor", "dcp"))
+    at = AXES.shardings(mesh)
+
+    def held(sharding: jax.NamedSharding, shape: tuple[int, ...], item_bytes: int) -> int:
+        return math.prod(sharding.shard_shape(shape)) * item_bytes // 1024
+
+    weights = held(at.w_qb, (16 * 192, 1536), 2) + held(at.w_uk, (16, 128, 512), 2)
+    expected = weights, held(at.q, (4, 16, 576), 1), held(at.cache, (32, 64, 576), 1)
+    assert re.findall(r"│ +(\d+) KiB$", TEXT, re.MULTILINE) == [str(kib) for kib in expected] * 2
 
 
 def test_the_table_shows_where_positions_go() -> None:
