@@ -3,17 +3,21 @@
 import doctest
 import inspect
 import re
+from types import ModuleType
+
+import pytest
 
 import jax_mla
-from jax_mla import api
+from jax_mla import api, sharding
 
 PUBLIC_FUNCTIONS = [
     getattr(jax_mla, name) for name in jax_mla.__all__ if inspect.isfunction(getattr(jax_mla, name))
 ]
 
 
-def test_examples_run() -> None:
-    result = doctest.testmod(api)
+@pytest.mark.parametrize("module", [api, sharding])
+def test_examples_run(module: ModuleType) -> None:
+    result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
 

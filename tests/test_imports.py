@@ -17,6 +17,7 @@ LAYERS = (
     {"errors", "installed", "rules", "variants", "config"},
     {"checks", "dcp", "reference", "runtime", "testing"},
     {"primitive"},
+    {"sharding"},
     {"api"},
     {"__init__", "__main__"},
 )
