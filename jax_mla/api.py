@@ -126,6 +126,8 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Returns what `jax.export.export` needs as `disabled_checks` to accept the custom call.
 
     A program exported with it runs where the same interface version of jax_mla is imported.
+    Export a program for several devices for one platform at a time: XLA compiles what it holds for
+    the others too, and does not find the kernel there.
 
     Example:
         >>> import jax, jax_mla

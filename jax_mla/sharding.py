@@ -7,7 +7,7 @@ of the others, since attention needs every head on every rank's pages.
 
 import contextlib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -115,10 +115,8 @@ class MeshAxes:
     def shardings(self, mesh: AnyMesh | None = None) -> PerArray[NamedSharding]:
         """Returns the same as `specs` in the form that jax.device_put and jax.jit take."""
         mesh = mesh or self.mesh_or_context()
-        specs = self.specs(mesh)
-        return PerArray(**{
-            field.name: NamedSharding(mesh, getattr(specs, field.name)) for field in fields(specs)
-        })  # fmt: skip
+        specs = vars(self.specs(mesh))
+        return PerArray(**{name: NamedSharding(mesh, spec) for name, spec in specs.items()})
 
     def mesh_or_context(self) -> AnyMesh:
         """Returns the mesh of these axes, else the one in context; under jit without its devices.
@@ -185,23 +183,23 @@ def on_device(
 
 def _check_context(dcp_axis: str | None) -> None:
     mesh = jax.sharding.get_abstract_mesh()
-    automatic = [name for name in mesh.axis_names if name not in mesh.manual_axes]
-    if mesh.manual_axes and automatic:
+    manual = mesh.manual_axes
+    automatic = [name for name in mesh.axis_names if name not in manual]
+    if manual and automatic:
         raise ValueError(
             f"jax.shard_map around q_absorb must map all mesh axes, got {_listed(automatic)} left"
             " to the compiler, which would gather arrays unasked. Leave out axis_names."
         )
-    if dcp_axis is None or dcp_axis in mesh.manual_axes:
-        return
-    if not mesh.manual_axes:
+    if dcp_axis is not None and not manual:
         raise ValueError(
             f"dcp_axis must be an axis of the jax.shard_map around the call, got {dcp_axis!r}"
             f" outside of any. For arrays of a whole mesh pass axes=MeshAxes(dcp={dcp_axis!r})."
         )
-    raise ValueError(
-        f"dcp_axis must be one of the mesh axes {_listed(mesh.axis_names)}, got {dcp_axis!r}."
-        " Name the one axis that splits heads last."
-    )
+    if dcp_axis is not None and dcp_axis not in manual:
+        raise ValueError(
+            f"dcp_axis must be one of the mesh axes {_listed(manual)}, got {dcp_axis!r}."
+            " Name the one axis that splits heads last."
+        )
 
 
 def _check_sizes(arrays: dict[str, Any], axes: MeshAxes, mesh: AnyMesh) -> None:
@@ -267,4 +265,4 @@ def _entry(names: tuple[str, ...]) -> Any:
 
 
 def _listed(names: Any) -> str:
-    return ", ".join(map(repr, names)) or "none"
+    return ", ".join(map(repr, names))

@@ -50,7 +50,7 @@ def with_dcp_axis(mesh: Any) -> Step:
     names = list(exact_inputs())
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        given = dict(zip(names, arrays, strict=True))
+        given: Inputs = dict(zip(names, arrays, strict=True))
         given["slots"] = given["slots"][0]
         return jax_mla.q_absorb(**given, **SCALES, dcp_axis="dcp")
 

@@ -64,7 +64,7 @@ def test_gathered_heads_are_in_order_of_ranks(shape: tuple[int, int, int], check
 def test_every_rank_holds_all_heads_of_its_group(inputs: Inputs) -> None:
     """Each device's q, one after another along the heads."""
 
-    def ranks_apart(given: Inputs) -> jax.Array:
+    def ranks_apart(given: Inputs) -> Any:
         q, _ = absorb(given)
         return jax.lax.pcast(q, "dcp", to="varying")
 
