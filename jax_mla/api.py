@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_mla import checks, primitive, rules, runtime
+from jax_mla import rules, runtime, sharding
+from jax_mla.sharding import MeshAxes
 
 
 def q_absorb(
@@ -21,12 +22,16 @@ def q_absorb(
     q_scale: float | jax.Array = 1.0,
     k_scale: float | jax.Array = 1.0,
     eps: float = 1e-6,
+    axes: MeshAxes | None = None,
+    dcp_axis: str | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Turns one decode step's fused projection into absorbed FP8 queries and stores its KV rows.
 
     B is tokens of the step (0 to 4096), H heads on this device (1 to 128), P pages, S rows of a
-    page. Same arguments give the same bits, eager, under jit and in a CUDA graph.
+    page. Same arguments give the same bits, eager, under jit and in a CUDA graph, on one device and
+    on a mesh. A call is of one device's arrays, inside `jax.shard_map` too, or, with `axes`, of a
+    whole mesh's arrays: B, H and P then count all devices, which share them out evenly.
 
     Args:
         qkv: [B, W] bf16, W >= 2112. Columns: 1536 query latent, 512 KV latent, 64 k_pe. Further
@@ -41,21 +46,29 @@ def q_absorb(
         slots: [B] int32, p * S + t to store a token's row as row t of page p. A negative slot
             stores nothing and still gives a query; so does one beyond the cache (report these with
             the environment variable JAX_MLA_CHECK_SLOTS=1). Of several tokens with one slot the
-            last one is stored.
+            last one is stored. With `axes` that name a dcp axis of D ranks: [D, B], a row for each
+            rank (`jax_mla.dcp.local_slots` makes them). A slot counts within its device's pages.
         q_scale: float32 scalar, Python or traced; a query byte is e4m3(value * (1 / q_scale)), to
             nearest even, saturating at +-448, NaN as 0x7F. 1.0 stores values as they are.
         k_scale: the same for cache rows.
         eps: Python float, added to the mean square in both norms. 1e-6 is DeepSeek's.
+        axes: names of the mesh axes that split the arrays of a whole mesh; `axes.shardings()` says
+            how each must be laid out, and a whole array is split on the way. An array known to be
+            split otherwise is refused; under jit the layout on Auto axes is not known and left to
+            the compiler. None for the arrays of one device.
+        dcp_axis: inside your own `jax.shard_map` over all mesh axes: the one axis over whose D
+            ranks queries are gathered, heads in order of ranks. None gathers nothing.
         implementation: "auto" for the kernel on a supported GPU and the reference elsewhere,
             "cuda" for the kernel or an error, "reference" for plain jax.numpy.
 
     Returns:
-        (q, cache): q is [B, H, 576] float8_e4m3fn, 512 absorbed nope then 64 rope columns a head;
-        cache is the updated cache.
+        (q, cache): q is [B, H, 576] float8_e4m3fn, 512 absorbed nope then 64 rope columns a head,
+        [B, D * H, 576] on each rank of `dcp_axis`; cache is the updated cache. With `axes` both are
+        arrays of the mesh, q with each head once, laid out as `axes.shardings()` says.
 
     Raises:
         TypeError, ValueError: an argument has the wrong dtype or shape, or a value known while
-            tracing is out of range.
+            tracing is out of range; the mesh does not fit `axes` or `dcp_axis`.
         jax_mla.UnsupportedError: "cuda" was asked for and no kernel is shipped for the GPU.
         jax_mla.SetupError: library, driver or cubin cannot be used.
         NotImplementedError: under grad; under vmap unless exactly qkv and slots are mapped (the
@@ -77,10 +90,27 @@ def q_absorb(
     runtime.register()
     rules.check_eps(eps)
     rules.check_implementation(implementation)
-    scales = _scale("q_scale", q_scale), _scale("k_scale", k_scale)
-    operands = (qkv, q_norm, kv_norm, w_qb, w_uk, cache, slots, *scales)
-    checks.report_dropped(slots, rules.problem_of(*operands))
-    return primitive.bind(*operands, eps=float(eps), implementation=implementation)
+    arrays = {
+        "qkv": qkv,
+        "q_norm": q_norm,
+        "kv_norm": kv_norm,
+        "w_qb": w_qb,
+        "w_uk": w_uk,
+        "cache": cache,
+        "slots": slots,
+        "q_scale": _scale("q_scale", q_scale),
+        "k_scale": _scale("k_scale", k_scale),
+    }
+    if axes is None:
+        return sharding.on_device(
+            arrays, dcp_axis=dcp_axis, eps=float(eps), implementation=implementation
+        )
+    if dcp_axis is not None:
+        raise ValueError(
+            f"dcp_axis must be None where axes are given, got {dcp_axis!r}."
+            " Name the axis in MeshAxes(dcp=...)."
+        )
+    return sharding.on_mesh(arrays, axes, eps=float(eps), implementation=implementation)
 
 
 def _scale(name: str, value: Any) -> Any:
@@ -96,6 +126,8 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Returns what `jax.export.export` needs as `disabled_checks` to accept the custom call.
 
     A program exported with it runs where the same interface version of jax_mla is imported.
+    Export a program for several devices for one platform at a time: XLA compiles what it holds for
+    the others too, and does not find the kernel there.
 
     Example:
         >>> import jax, jax_mla

@@ -1,12 +1,12 @@
-"""The operation as one JAX primitive: what one device does.
+"""The operation as one JAX primitive: what one device does, and the gather of queries over ranks.
 
-On NVIDIA GPUs it lowers to the custom call, elsewhere to the reference. Being a primitive, it
-behaves alike on all platforms under vmap, grad and shard_map.
+On NVIDIA GPUs it lowers to the custom call, elsewhere to the reference, and both to the same
+collective. Being a primitive, it behaves alike on all platforms under vmap, grad and shard_map.
 """
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -15,6 +15,8 @@ import numpy as np
 from jax.extend.backend import backends
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_mla import reference, rules, runtime, variants
 from jax_mla.errors import UnsupportedError
@@ -29,38 +31,65 @@ q_absorb_p = Primitive("jax_mla_q_absorb")
 q_absorb_p.multiple_results = True
 
 
-def bind(*operands: Any, eps: float, implementation: str) -> tuple[jax.Array, jax.Array]:
-    """Returns (q, cache) of the operands, which are in the order of OPERANDS and checked."""
-    q, cache = q_absorb_p.bind(*operands, eps=eps, implementation=implementation)
+def bind(
+    arrays: Mapping[str, Any], *, eps: float, implementation: str, dcp_axis: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (q, cache) of what one device holds.
+
+    Args:
+        arrays: by the names of OPERANDS, checked.
+        eps, implementation: as for `jax_mla.q_absorb`.
+        dcp_axis: manual mesh axis whose ranks' heads q is to hold, in order of ranks; None for the
+            heads of this device only.
+    """
+    operands = [arrays[name] for name in OPERANDS]
+    _refuse_global_arrays(known_spec(operand) for operand in operands)
+    ranks = 1 if dcp_axis is None else jax.lax.axis_size(dcp_axis)
+    q, cache = q_absorb_p.bind(
+        *operands, eps=eps, implementation=implementation, dcp_axis=dcp_axis, ranks=ranks
+    )
     return q, cache
 
 
-def _result_types(*operands: Any, eps: float, implementation: str) -> tuple[Any, Any]:
+def _result_types(
+    *operands: Any, eps: float, implementation: str, dcp_axis: str | None, ranks: int
+) -> tuple[Any, Any]:
     problem = rules.problem_of(*operands)
-    _refuse_global_arrays(operands)
+    rules.check_limits(problem)
+    _refuse_global_arrays(operand.sharding.spec for operand in operands)
     cache = operands[_CACHE].update(
         manual_axis_type=_varying([operands[i] for i in _CACHE_SOURCES])
     )
-    q_shape = (problem.batch, problem.heads, rules.ROW)
-    return cache.update(shape=q_shape, manual_axis_type=_varying(operands)), cache
+    # Gathered heads are the same on all ranks, those of a single rank too.
+    q_type = _varying(operands, but_for=dcp_axis)
+    q_shape = (problem.batch, problem.heads * ranks, rules.ROW)
+    return cache.update(shape=q_shape, manual_axis_type=q_type), cache
 
 
 q_absorb_p.def_abstract_eval(_result_types)
 q_absorb_p.def_impl(functools.partial(xla.apply_primitive, q_absorb_p))
 
 
-def _varying(sources: Any) -> jax.sharding.ManualAxisType:
+def _varying(sources: Any, but_for: str | None = None) -> jax.sharding.ManualAxisType:
     """The type of a result that differs along every mesh axis along which a source does."""
     axes = frozenset().union(*(source.manual_axis_type.varying for source in sources))
-    return jax.sharding.ManualAxisType(varying=axes)
+    return jax.sharding.ManualAxisType(varying=axes - {but_for})
 
 
-def _refuse_global_arrays(operands: Any) -> None:
-    for name, operand in zip(OPERANDS, operands, strict=True):
-        if any(axes is not None for axes in operand.sharding.spec):
+def known_spec(x: Any) -> P:
+    """Returns how an array is split: a concrete one, or a traced one over Explicit axes."""
+    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    sharding = x.sharding if concrete else jax.typeof(x).sharding
+    split = isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
+    return sharding.spec if split else P()
+
+
+def _refuse_global_arrays(specs: Iterable[P]) -> None:
+    for name, spec in zip(OPERANDS, specs, strict=True):
+        if any(axes is not None for axes in spec):
             raise ValueError(
-                f"{name} must be whole on each device, got it sharded as {operand.sharding.spec}."
-                " Call q_absorb inside jax.shard_map."
+                f"{name} must be whole on each device, got it sharded as {spec}."
+                " Name the mesh axes with axes=, or call q_absorb inside jax.shard_map."
             )
 
 
@@ -92,8 +121,27 @@ def _load(key: str, implementation: str) -> bool:
     return True
 
 
-_lower_reference = mlir.lower_fun(reference.q_absorb, multiple_results=True)
-_lower_kernel = mlir.lower_fun(_kernel, multiple_results=True)
+def _lowering(local: Callable[..., Sequence[jax.Array]]) -> Any:
+    """The lowering rule of `local`, which is what one device does alone, and then the gather."""
+
+    def gathered(
+        *operands: jax.Array, dcp_axis: Any, ranks: int, **options: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        q, cache = local(*operands, **options)
+        return q if ranks == 1 else _gather_heads(q, dcp_axis), cache
+
+    return mlir.lower_fun(gathered, multiple_results=True)
+
+
+def _gather_heads(q: jax.Array, axis: str) -> jax.Array:
+    # As bytes: not every platform's collectives know e4m3, and bytes keep NaN as it is.
+    own = jax.lax.bitcast_convert_type(q, np.uint8)
+    heads = jax.lax.all_gather(own, axis, axis=1, tiled=True, to="invarying")
+    return jax.lax.bitcast_convert_type(heads, q.dtype)
+
+
+_lower_reference = _lowering(reference.q_absorb)
+_lower_kernel = _lowering(_kernel)
 
 
 def _refuse_hidden_gather(ctx: Any) -> None:
@@ -103,28 +151,28 @@ def _refuse_hidden_gather(ctx: Any) -> None:
         raise ValueError(
             f"q_absorb must be compiled for the arrays of one device, got a jit over {devices}"
             " devices, where the compiler would gather sharded weights and cache on each."
-            " Call q_absorb inside jax.shard_map."
+            " Name the mesh axes with axes=, or call q_absorb inside jax.shard_map."
         )
 
 
-def _lower_for_cuda(ctx: Any, *operands: Any, eps: float, implementation: str) -> Any:
+def _lower_for_cuda(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
     if implementation != "reference":
         _refuse_hidden_gather(ctx)
         problem = rules.problem_of(*ctx.avals_in)
         key = variants.choose(problem.batch, problem.heads).key
         if _load(key, implementation):
-            return _lower_kernel(ctx, *operands, key=key, eps=eps)
-    return _lower_reference(ctx, *operands, eps=eps)
+            return _lower_kernel(ctx, *operands, key=key, **params)
+    return _lower_reference(ctx, *operands, **params)
 
 
-def _lower_elsewhere(ctx: Any, *operands: Any, eps: float, implementation: str) -> Any:
+def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
     if implementation == "cuda":
         raise UnsupportedError(
             'implementation="cuda" needs an NVIDIA GPU, the program is compiled for'
             f" {' and '.join(ctx.module_context.platforms)}."
             ' Use "auto" for the reference where there is no kernel.'
         )
-    return _lower_reference(ctx, *operands, eps=eps)
+    return _lower_reference(ctx, *operands, **params)
 
 
 mlir.register_lowering(q_absorb_p, _lower_for_cuda, platform="cuda")

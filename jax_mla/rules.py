@@ -44,11 +44,11 @@ class Array(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes of one call.
+    """Sizes of one call, of what one device holds or of what a mesh holds together.
 
     Attributes:
         batch: B, tokens of the step.
-        heads: H, heads on this device.
+        heads: H.
         pages: P, pages of the cache.
         page_size: S, rows of a page.
         columns: W, elements from one row of qkv to the next.
@@ -141,7 +141,7 @@ def problem_of(
     operands = (qkv, q_norm, kv_norm, w_qb, w_uk, cache, slots, q_scale, k_scale)
     arguments = dict(zip(_RULES, operands, strict=True))
     for name, value in arguments.items():
-        _check_array(name, value)
+        check_array(name, value)
     for name, rank in (("qkv", 2), ("w_uk", 3), ("cache", 3)):
         if len(arguments[name].shape) != rank:
             raise _shape_error(name, arguments[name])
@@ -152,7 +152,11 @@ def problem_of(
         page_size=cache.shape[1],
         columns=qkv.shape[1],
     )
-    _check_sizes(problem)
+    if problem.columns < QKV_COLUMNS:
+        raise ValueError(
+            f"qkv must have at least {QKV_COLUMNS} columns, got {problem.columns}."
+            f" {_RULES['qkv'].remedy}"
+        )
     for name, shape in _shapes(problem).items():
         if tuple(arguments[name].shape) != shape:
             raise _shape_error(name, arguments[name], list(shape))
@@ -172,7 +176,7 @@ def _shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _check_array(name: str, value: Array) -> None:
+def check_array(name: str, value: Array) -> None:
     dtype = _RULES[name].dtype
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
         raise TypeError(
@@ -208,21 +212,21 @@ def _shape_error(name: str, value: Array, expected: list[int] | None = None) -> 
     )
 
 
-def _check_sizes(problem: Problem) -> None:
-    if problem.columns < QKV_COLUMNS:
-        raise ValueError(
-            f"qkv must have at least {QKV_COLUMNS} columns, got {problem.columns}."
-            f" {_RULES['qkv'].remedy}"
-        )
+def check_limits(problem: Problem) -> None:
+    """Checks that one device can do a call.
+
+    Raises:
+        ValueError: it has too many tokens, heads or cache rows, or no heads or rows of a page.
+    """
     if problem.batch > MAX_BATCH:
         raise ValueError(
-            f"qkv must have at most {MAX_BATCH} rows (tokens), got {problem.batch}."
+            f"qkv must have at most {MAX_BATCH} rows (tokens) on a device, got {problem.batch}."
             " Split the batch into several calls."
         )
     if not 1 <= problem.heads <= MAX_HEADS:
         raise ValueError(
-            f"w_uk must have 1 to {MAX_HEADS} heads, got {problem.heads}."
-            " Split w_uk and w_qb by heads into several calls."
+            f"w_uk must have 1 to {MAX_HEADS} heads on a device, got {problem.heads}."
+            " Split w_uk and w_qb by heads into several calls, or over more devices."
         )
     if problem.page_size < 1:
         raise ValueError(
@@ -231,8 +235,8 @@ def _check_sizes(problem: Problem) -> None:
         )
     if problem.rows > MAX_ROWS:
         raise ValueError(
-            f"cache must have at most {MAX_ROWS} rows, which int32 slots can name, got"
-            f" {problem.pages} * {problem.page_size}. Use a cache for each layer."
+            f"cache must have at most {MAX_ROWS} rows on a device, which int32 slots can name,"
+            f" got {problem.pages} * {problem.page_size}. Use a cache for each layer."
         )
 
 

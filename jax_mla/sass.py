@@ -114,8 +114,7 @@ def lint(cubin: Path) -> Report:
     undefined = undefined_uniforms(text)
     if undefined:
         raise LintError(
-            f"{cubin}: a uniform register is read but never written (a miscompile):"
-            f" {undefined[0]}"
+            f"{cubin}: a uniform register is read but never written (a miscompile): {undefined[0]}"
         )
     local = [opcode for opcode, _ in instructions(text) if opcode.startswith(("LDL", "STL"))]
     frames: list[Any] = [words[-1] for words in attribute_words(text, "EIATTR_FRAME_SIZE")]

@@ -15,6 +15,7 @@ sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != _ROOT]
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_num_cpu_devices", 8)  # for meshes
 
 _GPU_REQUIRED = os.environ.get("JAX_MLA_REQUIRE_GPU") == "1"
 

@@ -4,9 +4,12 @@ import doctest
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 import jax_mla
-from jax_mla import api
+from jax_mla import api, sharding
 from jax_mla.__main__ import RUN_ON_HARDWARE
 from jax_mla.runtime.manifest import capability_of, shipped
 
@@ -15,8 +18,9 @@ PUBLIC_FUNCTIONS = [
 ]
 
 
-def test_examples_run() -> None:
-    result = doctest.testmod(api)
+@pytest.mark.parametrize("module", [api, sharding])
+def test_examples_run(module: ModuleType) -> None:
+    result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
 

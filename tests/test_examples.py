@@ -1,6 +1,8 @@
-"""The examples and the README's snippet run, and the examples' own checks can fail."""
+"""The examples and the README's snippets run, and the examples' own checks can fail."""
 
+import functools
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
@@ -10,32 +12,51 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_mla
 
 ROOT = pathlib.Path(__file__).parents[1]
-DECODE_STEP = ROOT / "examples" / "decode_step.py"
+EXAMPLES = ["decode_step", "dcp_decode", "export"]
 
 
-def test_the_decode_loop_passes_its_own_check() -> None:
+def _run(*arguments: str | pathlib.Path, **environment: str) -> str:
+    """What a Python process prints that ends well."""
     run = subprocess.run(
-        [sys.executable, DECODE_STEP], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.endswith("ok\n")
-    assert "implementation: " in run.stdout
+    return run.stdout
 
 
-@pytest.fixture
-def decode_step() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("decode_step", DECODE_STEP)
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_passes_its_own_check(name: str) -> None:
+    assert _run(ROOT / "examples" / f"{name}.py").endswith("ok\n")
+
+
+@pytest.fixture
+def decode_step() -> ModuleType:
+    return _load("decode_step")
 
 
 def _wrong_scale(q: jax.Array, cache: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -83,12 +104,81 @@ def test_a_size_below_one_is_refused_by_name(
     assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err
 
 
+MESH_OPTIONS = ["--mesh", "1", "2", "4", "--heads", "1", "--prefill", "20", "--steps", "2"]
+
+
+def _on_mesh_only(
+    corrupt: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+) -> tuple[ModuleType, str, Callable[..., Any]]:
+    right = jax_mla.q_absorb
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        results = right(*arguments, **options)
+        return corrupt(*results, arguments[5]) if "axes" in options else results
+
+    return jax_mla, "q_absorb", wrong
+
+
+def _rank_0_only(outs: jax.Array, lses: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
+    own = lses + jnp.where(jax.lax.axis_index(axis) == 0, 0, -jnp.inf)
+    return _MERGE(outs, own, axis)
+
+
+def _always_interleave_1(tables: Any, positions: Any, page_size: int, dcp: int, _: int = 1) -> Any:
+    return _LOCAL_SLOTS(tables, positions, page_size, dcp)
+
+
+_MERGE, _LOCAL_SLOTS = jax_mla.dcp.merge, jax_mla.dcp.local_slots
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong"),
+    [
+        _on_mesh_only(_heads_swapped),
+        _on_mesh_only(_row_not_written),
+        (jax_mla.dcp, "merge", _rank_0_only),
+        (jax_mla.dcp, "local_slots", _always_interleave_1),
+    ],
+    ids=["heads", "rows", "merge", "slots"],
+)
+def test_decoding_on_a_mesh_fails_when_a_part_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, wrong: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(module, name, wrong)
+    assert _load("dcp_decode").main([*MESH_OPTIONS, "--interleave", "4"]) == 1
+
+
+def test_an_export_without_the_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = functools.partial(jax_mla.q_absorb, implementation="reference")
+    monkeypatch.setattr(jax_mla, "q_absorb", reference)
+    assert _load("export").main([]) == 1
+
+
+def _snippet(heading: str) -> str:
+    section = (ROOT / "README.md").read_text().split(f"\n## {heading}\n")[1]
+    [snippet] = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    return str(snippet)
+
+
 def test_the_snippet_in_the_readme_runs() -> None:
-    [snippet] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(snippet, names)
+    exec(_snippet("Use"), names)
     q, cache = (np.asarray(names[name], np.float32) for name in ("q", "cache"))
     assert q.shape == (4, 6, 576)
     assert (q != 0).all()
     written = np.flatnonzero((cache != 0).any(axis=-1))
     assert written.tolist() == [3, 70, 511]
+
+
+def test_the_snippet_for_a_mesh_runs() -> None:
+    """A process of its own, since it says how many devices there are."""
+    show = """
+import numpy as np
+print(q.shape, q.sharding.is_equivalent_to(at.q, 3), (np.asarray(q, np.float32) != 0).all())
+print(np.flatnonzero((np.asarray(cache, np.float32) != 0).any(axis=-1)).tolist())
+"""
+    printed = _run("-c", _snippet("On a mesh") + show, JAX_PLATFORMS="cpu").splitlines()
+    assert printed[0] == "(4, 16, 576) True True"
+    # Positions 0 and 1 lie on ranks 0 and 1 of shard 0, position 130 on rank 0 of shard 1, each of
+    # which has 8 pages of 64 rows.
+    assert printed[1] == str([0, (8 + 1) * 64, (16 + 5) * 64 + 1])

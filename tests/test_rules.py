@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_mla
-from jax_mla.rules import Problem, problem_of
+from jax_mla.rules import Problem, check_limits, problem_of
 
 E4M3, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
 
@@ -38,7 +39,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
 WRONG_SHAPES = [
     ("qkv", aval(BF16, 3, 2111), ("2112", "2111", "k_pe")),
     ("qkv", aval(BF16, 2112), ("[B, W]", "[2112]", "k_pe")),
-    ("qkv", aval(BF16, 4097, 2112), ("4096", "4097", "Split")),
     ("q_norm", aval(BF16, 512), ("[1536]", "[512]", "q_a_layernorm")),
     ("q_norm", aval(BF16, 1, 1536), ("[1536]", "[1, 1536]", "q_a_layernorm")),
     ("kv_norm", aval(BF16, 1536), ("[512]", "[1536]", "kv_a_layernorm")),
@@ -46,16 +46,20 @@ WRONG_SHAPES = [
     ("w_qb", aval(BF16, 192, 1536), ("[384, 1536]", "[192, 1536]", "same heads")),
     ("w_uk", aval(BF16, 2, 512, 128), ("[2, 128, 512]", "[2, 512, 128]", "kv_b_proj")),
     ("w_uk", aval(BF16, 256, 512), ("[H, 128, 512]", "[256, 512]", "kv_b_proj")),
-    ("w_uk", aval(BF16, 0, 128, 512), ("1 to 128", "got 0", "Split")),
-    ("w_uk", aval(BF16, 129, 128, 512), ("1 to 128", "got 129", "Split")),
     ("cache", aval(E4M3, 32, 576), ("[P, S, 576]", "[32, 576]", "zeros")),
     ("cache", aval(E4M3, 4, 8, 512), ("[4, 8, 576]", "[4, 8, 512]", "zeros")),
-    ("cache", aval(E4M3, 4, 0, 576), ("at least 1 row", "[4, 0, 576]", "size")),
-    ("cache", aval(E4M3, 2**20, 2**11, 576), ("2147483647", "1048576 * 2048", "layer")),
     ("slots", aval(I32, 4), ("[3]", "[4]", "-1")),
     ("slots", aval(I32, 3, 1), ("[3]", "[3, 1]", "-1")),
     ("q_scale", aval(F32, 1), ("[]", "[1]", "One scale")),
     ("k_scale", aval(F32, 3), ("[]", "[3]", "One scale")),
+]
+
+BEYOND_A_DEVICE = [
+    ("qkv", {"batch": 4097}, ("4096", "got 4097", "Split")),
+    ("w_uk", {"heads": 0}, ("1 to 128", "got 0", "Split")),
+    ("w_uk", {"heads": 129}, ("1 to 128", "got 129", "Split")),
+    ("cache", {"page_size": 0}, ("at least 1 row", "[4, 0, 576]", "size")),
+    ("cache", {"pages": 2**20, "page_size": 2**11}, ("2147483647", "1048576 * 2048", "layer")),
 ]
 
 WRONG_DTYPES = [
@@ -92,6 +96,23 @@ def test_a_wrong_shape_is_a_value_error(name: str, value: Any, words: tuple[str,
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is checked below
         problem_of(**arguments(**{name: value}))
     assert_says(str(caught.value), name, words)
+
+
+@pytest.mark.parametrize(("name", "sizes", "words"), BEYOND_A_DEVICE)
+def test_what_no_device_can_do_is_a_value_error(
+    name: str, sizes: dict[str, int], words: tuple[str, ...]
+) -> None:
+    problem = replace(problem_of(**arguments()), **sizes)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        check_limits(problem)
+    assert_says(str(caught.value), name, words)
+    check_limits(Problem(batch=4096, heads=128, pages=2**20, page_size=2**11 - 1, columns=2112))
+
+
+def test_limits_are_checked_while_tracing() -> None:
+    many = arguments(w_qb=aval(BF16, 129 * 192, 1536), w_uk=aval(BF16, 129, 128, 512))
+    with pytest.raises(ValueError, match="w_uk must have 1 to 128 heads on a device, got 129"):
+        jax.eval_shape(lambda given: jax_mla.q_absorb(**given), many)
 
 
 @pytest.mark.parametrize(("name", "value", "words"), WRONG_DTYPES, ids=name_of)

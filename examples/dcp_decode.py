@@ -1,0 +1,387 @@
+"""Decoding on a mesh, data x tensor x decode-context parallel, checked against one device.
+
+Sequences are split over "data" and heads over "tensor" and "dcp". The ranks of "dcp" also split the
+cache: each stores some positions of its data shard's sequences. A step is one jitted function with
+a donated cache:
+
+    qkv -> q_absorb: own heads; the FP8 queries of the group are gathered; the row goes to its owner
+        -> attention of all the group's heads over the positions on this rank
+        -> merge over the group, which leaves each rank its own heads -> values un-absorbed
+
+Some positions are prefilled, then a few are decoded, with 1 and with 16 consecutive positions on a
+rank. One device does the same with a cache that is not split. Queries and cache must have the same
+bytes and outputs may differ by FP32 rounding; otherwise the exit status is 1.
+
+    python examples/dcp_decode.py                   # 8 GPUs, or 8 made-up CPU devices
+    python examples/dcp_decode.py --mesh 1 1 2      # data, tensor, dcp: 2 devices
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import PartitionSpec as P
+
+import jax_mla
+from jax_mla import dcp
+
+Ints = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
+
+AXES = jax_mla.MeshAxes(batch="data", heads="tensor", dcp="dcp")
+
+Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 1536, 512, 128, 64, 128
+COLUMNS, HEAD_ROWS, ROW = Q_RANK + KV_RANK + ROPE, NOPE + ROPE, KV_RANK + ROPE
+SOFTMAX_SCALE = HEAD_ROWS**-0.5
+Q_SCALE, K_SCALE = 0.02, 0.02  # a stored byte is e4m3(value / scale)
+TOLERANCE = 1e-5  # of the outputs' norm: FP32 sums over shards instead of over everything
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Weights of one layer, named and laid out as in a checkpoint; all bf16."""
+
+    q_norm: Any  # [1536]
+    kv_norm: Any  # [512]
+    w_qb: Any  # [H * 192, 1536]
+    w_uk: Any  # [H, 128, 512], the key rows of kv_b_proj
+    w_uv: Any  # [H, 128, 512], the value rows of kv_b_proj
+
+
+jax.tree_util.register_dataclass(Layer)
+
+
+def decode_step(
+    layer: Layer,
+    qkv: jax.Array,
+    cache: jax.Array,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    interleave: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One token a sequence, on the mesh in context.
+
+    Args:
+        layer: the weights, placed as `MeshAxes.shardings` says; w_uv as w_uk.
+        qkv: [B, 2112] bf16, the fused projection.
+        cache: [P, S, 576] e4m3, P pages in all, donated.
+        block_tables: [B, N] int32, pages of each sequence.
+        positions: [B] int32, index of each token in its sequence.
+        interleave: consecutive positions on a rank.
+
+    Returns:
+        (output, q, cache): output is [B, H, 128] f32, before the output projection.
+    """
+    q, cache = store(layer, qkv, cache, block_tables, positions, interleave)
+    specs, by_head = AXES.specs(), P("data", ("tensor", "dcp"))
+
+    def on_each_rank(
+        q: jax.Array, cache: jax.Array, tables: jax.Array, lengths: jax.Array, w_uv: jax.Array
+    ) -> jax.Array:
+        rank = jax.lax.axis_index("dcp")
+        local = dcp.local_lengths(lengths, jax.lax.axis_size("dcp"), interleave)[rank]
+        latents, _ = dcp.merge(*attend(q, cache, tables, local), "dcp")
+        return unabsorb(latents, w_uv)
+
+    attention = jax.shard_map(
+        on_each_rank,
+        in_specs=(specs.q, specs.cache, P("data"), P("data"), specs.w_uk),
+        out_specs=by_head,
+    )
+    return attention(q, cache, block_tables, positions + 1, layer.w_uv), q, cache
+
+
+def store(
+    layer: Layer,
+    qkv: jax.Array,
+    cache: jax.Array,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    interleave: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Queries of some tokens, and the cache with their rows: all that a prefill needs of a step."""
+    page_size, ranks = cache.shape[1], jax.sharding.get_abstract_mesh().shape["dcp"]
+    slots = dcp.local_slots(block_tables, positions, page_size, ranks, interleave)
+    # Every rank has computed all ranks' slots: each keeps its own.
+    slots = jax.reshard(slots, AXES.specs().slots)
+    return q_absorb(layer, qkv, cache, slots, axes=AXES)
+
+
+def q_absorb(
+    layer: Layer, qkv: jax.Array, cache: jax.Array, slots: jax.Array, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    weights = layer.q_norm, layer.kv_norm, layer.w_qb, layer.w_uk
+    return jax_mla.q_absorb(
+        qkv, *weights, cache, slots, q_scale=Q_SCALE, k_scale=K_SCALE, **options
+    )
+
+
+einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def attend(
+    q: jax.Array, cache: jax.Array, block_tables: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, H, 512], lse [B, H]) over the first lengths[b] rows of each sequence's pages."""
+    rows = cache[block_tables].reshape(len(block_tables), -1, ROW).astype(jnp.float32) * K_SCALE
+    scores = einsum("bhd,btd->bht", q.astype(jnp.float32) * (Q_SCALE * SOFTMAX_SCALE), rows)
+    # A page holds whatever its last owner left: rows past the length are masked everywhere.
+    stored = jnp.arange(rows.shape[1]) < lengths[:, None]
+    scores = jnp.where(stored[:, None], scores, -jnp.inf)
+    values = jnp.where(stored[..., None], rows[..., :KV_RANK], 0)
+    # Without a row out is NaN here and lse -Inf: the merge leaves such a shard out.
+    out = einsum("bht,btl->bhl", jax.nn.softmax(scores), values)
+    return out, jax.nn.logsumexp(scores, axis=-1)
+
+
+def unabsorb(latents: jax.Array, w_uv: jax.Array) -> jax.Array:
+    return einsum("bhl,hvl->bhv", latents, w_uv.astype(jnp.float32))
+
+
+class OnMesh:
+    """The layer on all devices of a mesh."""
+
+    def __init__(
+        self, layer: Layer, mesh: jax.sharding.Mesh, pages: int, page_size: int, interleave: int
+    ) -> None:
+        at = AXES.shardings(mesh)
+        self._layer = Layer(
+            q_norm=jax.device_put(layer.q_norm, at.q_norm),
+            kv_norm=jax.device_put(layer.kv_norm, at.kv_norm),
+            w_qb=jax.device_put(layer.w_qb, at.w_qb),
+            w_uk=jax.device_put(layer.w_uk, at.w_uk),
+            w_uv=jax.device_put(layer.w_uv, at.w_uk),
+        )
+        pages *= mesh.shape["data"] * mesh.shape["dcp"]
+        self.cache = jax.device_put(empty_cache(pages, page_size), at.cache)
+        self._mesh, self._interleave = mesh, interleave
+        self._store, self._step = (
+            jax.jit(function, static_argnames="interleave", donate_argnames="cache")
+            for function in (store, decode_step)
+        )
+
+    def store(self, qkv: Any, tables: Ints, positions: Ints) -> None:
+        _, self.cache = self._call(self._store, qkv, tables, positions)
+
+    def step(self, qkv: Any, tables: Ints, positions: Ints) -> tuple[Any, Any]:
+        output, q, self.cache = self._call(self._step, qkv, tables, positions)
+        return output, q
+
+    def _call(self, function: Any, *by_token: Any) -> Any:
+        by_batch = jax.NamedSharding(self._mesh, P("data"))
+        qkv, tables, positions = jax.device_put(by_token, by_batch)
+        with jax.set_mesh(self._mesh):
+            return function(
+                self._layer, qkv, self.cache, tables, positions, interleave=self._interleave
+            )
+
+
+class OnOneDevice:
+    """The layer on the first device of a mesh, with pages that hold what a whole group's do.
+
+    q_absorb is called for the tokens and heads of one rank at a time: for another size it may
+    choose another kernel, which sums in another order.
+    """
+
+    def __init__(self, layer: Layer, mesh: jax.sharding.Mesh, pages: int, page_size: int) -> None:
+        groups = mesh.shape["tensor"] * mesh.shape["dcp"]
+        by_rank = (np.split(weight, groups) for weight in (layer.w_qb, layer.w_uk))
+        place = functools.partial(jax.device_put, device=mesh.devices.flat[0])
+        self._by_rank = [
+            place(dataclasses.replace(layer, w_qb=w_qb, w_uk=w_uk))
+            for w_qb, w_uk in zip(*by_rank, strict=True)
+        ]
+        self._w_uv = place(layer.w_uv)
+        self._data, self._pages = mesh.shape["data"], pages
+        self.cache = place(empty_cache(self._data * pages, page_size * mesh.shape["dcp"]))
+
+    def store(self, qkv: Any, tables: Ints, positions: Ints) -> Any:
+        shards = (np.split(x, self._data) for x in (qkv, self._in_one_cache(tables), positions))
+        return np.concatenate([self._store_shard(*shard) for shard in zip(*shards, strict=True)])
+
+    def step(self, qkv: Any, tables: Ints, positions: Ints) -> tuple[Any, Any]:
+        q = self.store(qkv, tables, positions)
+        return attend_whole(self._w_uv, q, self.cache, self._in_one_cache(tables), positions), q
+
+    def _store_shard(self, qkv: Any, tables: Ints, positions: Ints) -> Any:
+        heads = []
+        for layer in self._by_rank:
+            q, self.cache = store_whole(layer, qkv, self.cache, tables, positions)
+            heads.append(np.asarray(q))
+        return np.concatenate(heads, axis=1)
+
+    def _in_one_cache(self, tables: Ints) -> Ints:
+        """Tables count pages within a data shard; here the pages of all shards lie in a row."""
+        shard: Ints = np.arange(len(tables), dtype=np.int32) * self._data // len(tables)
+        return tables + shard[:, None] * self._pages
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def store_whole(layer: Layer, qkv: Any, cache: Any, tables: Any, positions: Any) -> Any:
+    [slots] = dcp.local_slots(tables, positions, cache.shape[1], dcp=1)
+    return q_absorb(layer, qkv, cache, slots)
+
+
+@jax.jit
+def attend_whole(w_uv: Any, q: Any, cache: Any, tables: Any, positions: Any) -> jax.Array:
+    latents, _ = attend(q, cache, tables, positions + 1)
+    return unabsorb(latents, w_uv)
+
+
+def empty_cache(pages: int, page_size: int) -> Any:
+    """NaN everywhere, so that a row that is read before it is written shows."""
+    return np.full((pages, page_size, ROW), np.nan, jnp.float8_e4m3fn)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is decoded, in NumPy arrays."""
+
+    layer: Layer
+    pages: int  # on each rank
+    tables: Ints  # [B, N], pages counted within a data shard
+    prefix: Any  # [B, T, 2112] bf16
+    prefix_lengths: Ints  # [B], 0 to T
+    tokens: Any  # [steps, B, 2112] bf16
+
+
+def random_work(options: argparse.Namespace) -> Work:
+    """Work of unit variance; one sequence starts empty, so most ranks hold nothing of it."""
+    data, tensor, ranks = options.mesh
+    heads, batch = options.heads * tensor * ranks, options.batch * data
+    rng = np.random.default_rng(options.seed)
+
+    def normal(*shape: int, mean: float = 0.0, deviation: float = 1.0) -> Any:
+        values = mean + deviation * rng.standard_normal(shape, np.float32)
+        return values.astype(jnp.bfloat16)
+
+    pages_each = -(-(options.prefill + options.steps) // (options.page_size * ranks))
+    pages = options.batch * pages_each
+    tables = np.concatenate([rng.permutation(pages) for _ in range(data)])
+    lengths = rng.integers(0, options.prefill, batch, np.int32, endpoint=True)
+    lengths[0] = 0
+    return Work(
+        layer=Layer(
+            q_norm=normal(Q_RANK, mean=1.0, deviation=0.1),
+            kv_norm=normal(KV_RANK, mean=1.0, deviation=0.1),
+            w_qb=normal(heads * HEAD_ROWS, Q_RANK, deviation=Q_RANK**-0.5),
+            w_uk=normal(heads, NOPE, KV_RANK, deviation=NOPE**-0.5),
+            w_uv=normal(heads, VALUE, KV_RANK, deviation=KV_RANK**-0.5),
+        ),
+        pages=pages,
+        tables=tables.reshape(batch, pages_each).astype(np.int32),
+        prefix=normal(batch, options.prefill, COLUMNS),
+        prefix_lengths=lengths,
+        tokens=normal(options.steps, batch, COLUMNS),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run produced."""
+
+    outputs: npt.NDArray[np.float32]  # [steps, B, H, 128]
+    queries: Bytes  # [steps, B, H, 576]
+    cache: Bytes  # [pages, rows, 576], all pages of all ranks
+
+
+def decode(layer: OnMesh | OnOneDevice, work: Work) -> Result:
+    """Prefills all prefixes in one call, padded at their ends, and decodes token by token."""
+    length = work.prefix.shape[1]
+    places = np.arange(length, dtype=np.int32)
+    positions = np.where(places < work.prefix_lengths[:, None], places, np.int32(-1))
+    layer.store(
+        work.prefix.reshape(-1, COLUMNS),
+        np.repeat(work.tables, length, axis=0),
+        positions.reshape(-1),
+    )
+    outputs, queries = [], []
+    for index, qkv in enumerate(work.tokens):
+        output, q = layer.step(qkv, work.tables, work.prefix_lengths + np.int32(index))
+        outputs.append(np.asarray(output))
+        queries.append(np.asarray(q).view(np.uint8))
+    return Result(
+        outputs=np.stack(outputs),
+        queries=np.stack(queries),
+        cache=np.asarray(layer.cache).view(np.uint8),
+    )
+
+
+def dealt_out(cache: Bytes, data: int, ranks: int, page_size: int, interleave: int) -> Bytes:
+    """The one device's cache [data * pages, S * D, 576] as [data * D * pages, S, 576] of ranks."""
+    runs = cache.reshape(data, -1, page_size // interleave, ranks, interleave, ROW)
+    return np.moveaxis(runs, 3, 1).reshape(-1, page_size, ROW)
+
+
+def report(actual: Result, expected: Result, interleave: int) -> bool:
+    """Prints a line; whether the mesh did what one device does."""
+    queries = np.count_nonzero(actual.queries != expected.queries)
+    cache = np.count_nonzero(actual.cache != expected.cache)
+    difference = np.linalg.norm(actual.outputs - expected.outputs)
+    error = float(difference / np.linalg.norm(expected.outputs))
+    print(
+        f"interleave {interleave:2}: {queries} of {actual.queries.size} query bytes and {cache} of"
+        f" {actual.cache.size} cache bytes differ, outputs by {error:.1e} ({TOLERANCE:.0e} may)"
+    )
+    # A NaN anywhere makes `error` NaN, which is not within a bound.
+    return queries == 0 and cache == 0 and error <= TOLERANCE
+
+
+def devices(count: int) -> list[jax.Device]:
+    """So many GPUs, or made-up CPU devices where there are fewer."""
+    jax.config.update("jax_num_cpu_devices", count)
+    found = jax.devices()
+    return found[:count] if len(found) >= count else jax.devices("cpu")[:count]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Decode on a mesh and compare with one device.")
+    parser.add_argument(
+        "--mesh",
+        type=int,
+        nargs=3,
+        default=(2, 2, 2),
+        metavar=("DATA", "TENSOR", "DCP"),
+        help="ranks along each mesh axis",
+    )
+    parser.add_argument("--heads", type=int, default=2, help="heads on each device")
+    parser.add_argument("--batch", type=int, default=2, help="sequences on each data shard")
+    parser.add_argument("--prefill", type=int, default=40, help="longest prefix")
+    parser.add_argument("--steps", type=int, default=8, help="tokens to decode")
+    parser.add_argument("--page-size", type=int, default=16, help="cache rows a page")
+    parser.add_argument("--interleave", type=int, nargs="+", default=(1, 16))
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0 when mesh and one device agree, else 1."""
+    options = parse(arguments)
+    data, tensor, ranks = options.mesh
+    mesh = jax.make_mesh(
+        options.mesh, ("data", "tensor", "dcp"), devices=devices(data * tensor * ranks)
+    )
+    first = mesh.devices.flat[0]
+    ran = "the jax.numpy reference" if jax_mla.supported(first) else "the CUDA kernel"
+    print(f"{data} data x {tensor} tensor x {ranks} dcp of {first.device_kind}: {ran}")
+    work = random_work(options)
+    pages = work.pages, options.page_size
+    whole = decode(OnOneDevice(work.layer, mesh, *pages), work)
+    agree = []
+    for interleave in options.interleave:
+        split = decode(OnMesh(work.layer, mesh, *pages, interleave), work)
+        cache = dealt_out(whole.cache, data, ranks, options.page_size, interleave)
+        agree.append(report(split, dataclasses.replace(whole, cache=cache), interleave))
+    print("ok" if all(agree) else "FAILED: the mesh did not do what one device does")
+    return 0 if all(agree) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
