@@ -10,9 +10,7 @@ from jax_mla.runtime.device import Device, call, device, driver_version, gpu_pre
 from jax_mla.runtime.library import library
 from jax_mla.runtime.loader import check_driver
 from jax_mla.runtime.manifest import shipped
-
-RUN_ON_HARDWARE = {"sm_90a"}
-"""Targets whose kernels have run on a GPU."""
+from jax_mla.variants import RUN_ON_HARDWARE
 
 
 def main() -> int:

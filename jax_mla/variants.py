@@ -15,7 +15,10 @@ ABI = 1
 """Version of the kernel parameters and FFI attributes; a change breaks exported programs."""
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
-"""Targets that cubins are built for. Only sm_90a has run on hardware."""
+"""Targets that cubins are built for."""
+
+RUN_ON_HARDWARE = frozenset({"sm_90a"})
+"""Those whose cubins a GPU has run."""
 
 THREADS = 256
 """Threads of every kernel's CTA."""

@@ -10,8 +10,8 @@ import pytest
 
 import jax_mla
 from jax_mla import api, sharding
-from jax_mla.__main__ import RUN_ON_HARDWARE
 from jax_mla.runtime.manifest import capability_of, shipped
+from jax_mla.variants import RUN_ON_HARDWARE
 
 PUBLIC_FUNCTIONS = [
     getattr(jax_mla, name) for name in jax_mla.__all__ if inspect.isfunction(getattr(jax_mla, name))
