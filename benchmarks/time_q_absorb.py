@@ -2,6 +2,7 @@
 
     python benchmarks/time_q_absorb.py                     # the timed shapes; writes results/*.json
     python benchmarks/time_q_absorb.py --variants all      # every shipped kernel on those shapes
+    python benchmarks/time_q_absorb.py --alone             # without the peer, with less dispatch
     python benchmarks/time_q_absorb.py --variants small_c8_t1 tiled_c8_t8 --heads 16 --batch 1 2 4
 
 workload.py says what a program is and clock.py how it is timed. All programs are compiled first;
@@ -45,7 +46,8 @@ def lowered_programs(
             yield (workload, key), lowered
         if not keys:
             yield (workload, "jax_mla"), workload.lower(OURS)
-            yield (workload, "jnp"), workload.lower(peer.q_absorb)
+            if not workload.alone:
+                yield (workload, "jnp"), workload.lower(peer.q_absorb)
 
 
 def compile_all(
@@ -111,6 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--variants", nargs="+", default=[], help="time these kernels (or: all), not the peer"
     )
+    parser.add_argument("--alone", action="store_true", help="time q_absorb without the peer")
     parser.add_argument("--commit", help="commit measured, where the folder is no git checkout")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file; default results/GPU.json")
     parser.add_argument("--threads", type=int, default=8, help="programs compiled at a time")
@@ -123,9 +126,12 @@ def main() -> None:
         raise SystemExit(f"timing needs an NVIDIA GPU, JAX found {found}. Run `python -m jax_mla`.")
     keys = [v.key for v in variants.SHIPPED] if options.variants == ["all"] else options.variants
     facts = environment(options.commit) | {"clocks_before": clocks()}
-    workloads = [Workload(heads, batch) for heads in options.heads for batch in options.batch]
+    alone = options.alone or bool(keys)
+    workloads = [
+        Workload(heads, batch, alone) for heads in options.heads for batch in options.batch
+    ]
     compiled = compile_all(workloads, keys, options.threads)
-    names = keys or ["jax_mla", "jnp"]
+    names = keys or (["jax_mla"] if alone else ["jax_mla", "jnp"])
     columns = [f"{name:>{width(name)}}" for name in names]
     print(f"{'heads':>5} {'batch':>5} {'floor':>7}", *columns, " us a layer; the package's choice")
     rows = []
@@ -136,7 +142,7 @@ def main() -> None:
             print_row(rows[-1], names)
     facts["clocks_after"] = clocks()
     output = options.output
-    if output is None and not keys:
+    if output is None and not alone:
         output = RESULTS / (re.sub(r"\W+", "_", str(facts["gpu"])).lower() + ".json")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

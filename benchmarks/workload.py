@@ -1,13 +1,13 @@
 """Chains of layers whose weights are cold in the L2 cache, as one jitted program.
 
 A decode step meets every layer's weights once, long after the L2 has forgotten them. So a chain
-rotates over layers that together exceed the L2 several times, and walks them for several rounds so
+rotates over layers that together exceed the L2 several times, and walks them for a few rounds so
 that the dispatch of one program (hundreds of arguments) is spread thin. Layers run in sequence: a
-barrier ties each layer's rows to the query before it, as the layers of a model are tied. Each call
-gets the cache of the round before, so XLA cannot merge rounds that share weights.
+barrier ties each layer's rows to the query before it, as the layers of a model are tied, and keeps
+XLA from merging rounds that share weights.
 
-Caches are donated. The queries of a call's last round are donated to the next call, as memory for
-its own: then no argument ever moves, and XLA replays its command buffers without updating them.
+Caches are donated. The queries of the last call are donated too, as memory for those of the next:
+then no buffer ever moves, and XLA replays its command buffers without updating them.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK, QKV_COLUMNS, ROW, Pr
 
 COLD_BYTES = 180e6  # three times the L2 of an H200
 MAX_LAYERS = 42
-CALLS = 256  # layers a program, about
+CALLS = 128  # layers a program, about
 PAGES, PAGE_SIZE = 72, 64
 FLOOR_BYTES_PER_US = 4.44e6  # measured read bandwidth of an H200, 4.44 TB/s
 FLOOR_FLOPS_PER_US = 790e6  # measured BF16 matrix rate of an H200, 790 TFLOP/s
@@ -33,10 +33,15 @@ Implementation = Callable[..., tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True)
 class Workload:
-    """A chain of layers with `heads` heads for `batch` tokens."""
+    """A chain of layers with `heads` heads for `batch` tokens.
+
+    `alone` returns the queries of the last round only, which halves what is dispatched. It is for
+    q_absorb by itself: from other implementations XLA drops work whose results are not returned.
+    """
 
     heads: int
     batch: int
+    alone: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -79,23 +84,24 @@ class Workload:
     def state(self) -> dict[str, Any]:
         """The remaining arguments of a chain."""
         row_key, slot_key = jax.random.split(jax.random.key(1))
-        fp8 = jnp.float8_e4m3fn
+        steps, fp8 = self.layers * self.rounds, jnp.float8_e4m3fn
         shape = (self.batch, QKV_COLUMNS)
         slots = jax.random.permutation(slot_key, PAGES * PAGE_SIZE)
         return {
-            "rows": [_normal(key, shape, 1.0) for key in jax.random.split(row_key, self.layers)],
+            "rows": [_normal(key, shape, 1.0) for key in jax.random.split(row_key, steps)],
             "slots": slots[: self.batch].astype(jnp.int32),
             "scale": jnp.float32(0.05),
             "caches": [jnp.zeros((PAGES, PAGE_SIZE, ROW), fp8) for _ in range(self.layers)],
-            "spent": [jnp.zeros((self.batch, self.heads, ROW), fp8) for _ in range(self.layers)],
+            "spent": [
+                jnp.zeros((self.batch, self.heads, ROW), fp8)
+                for _ in range(self.layers if self.alone else steps)
+            ],
         }
 
     def lower(self, implementation: Implementation) -> jax.stages.Lowered:
         """The chain over `implementation`, ready to compile; allocates nothing."""
         weights, state = jax.eval_shape(self.weights), jax.eval_shape(self.state)
-        lowered: jax.stages.Lowered = _jitted_chain(implementation, self.rounds).lower(
-            weights=weights, **state
-        )
+        lowered: jax.stages.Lowered = _jitted_chain(implementation).lower(weights=weights, **state)
         return lowered
 
 
@@ -105,7 +111,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], deviation: float) -> jax.Arr
     return (deviation * jax.random.normal(key, shape)).astype(jnp.bfloat16)
 
 
-def _jitted_chain(implementation: Implementation, rounds: int) -> Any:
+def _jitted_chain(implementation: Implementation) -> Any:
     def chain(
         *,
         rows: list[jax.Array],
@@ -115,17 +121,15 @@ def _jitted_chain(implementation: Implementation, rounds: int) -> Any:
         caches: list[jax.Array],
         spent: list[jax.Array],
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        del spent
-        caches, q = list(caches), None
-        for _ in range(rounds):
-            queries = []
-            for layer, row in enumerate(rows):
-                row, q = jax.lax.optimization_barrier((row, q))
-                q, caches[layer] = implementation(
-                    row, *weights[layer], caches[layer], slots, q_scale=scale, k_scale=scale
-                )
-                queries.append(q)
-        return caches, queries
+        caches, queries, q = list(caches), [], None
+        for index, row in enumerate(rows):
+            layer = index % len(weights)
+            row, q = jax.lax.optimization_barrier((row, q))
+            q, caches[layer] = implementation(
+                row, *weights[layer], caches[layer], slots, q_scale=scale, k_scale=scale
+            )
+            queries.append(q)
+        return caches, queries[-len(spent) :]
 
     return jax.jit(chain, donate_argnames=("caches", "spent"), keep_unused=True)
 

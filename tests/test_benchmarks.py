@@ -98,10 +98,13 @@ def test_the_peer_does_the_same_work() -> None:
     assert np.linalg.norm(q - expected_q) < 0.05 * np.linalg.norm(expected_q)
 
 
-def test_a_chain_runs_and_keeps_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("alone", "queries"), [(False, 4), (True, 2)])
+def test_a_chain_runs_and_keeps_its_buffers(
+    monkeypatch: pytest.MonkeyPatch, alone: bool, queries: int
+) -> None:
     monkeypatch.setattr(workload, "MAX_LAYERS", 2)
     monkeypatch.setattr(workload, "CALLS", 4)
-    small = Workload(1, 2)
+    small = Workload(1, 2, alone)
     chain = Chain(small.lower(peer.q_absorb).compile(), small, small.weights())
     pointers = {query.unsafe_buffer_pointer() for query in chain.queries}
     program = chain.program()
@@ -109,7 +112,7 @@ def test_a_chain_runs_and_keeps_its_buffers(monkeypatch: pytest.MonkeyPatch) -> 
     program.call()
     program.wait()
     assert {query.unsafe_buffer_pointer() for query in chain.queries} == pointers
-    assert len({np.asarray(query).tobytes() for query in chain.queries}) == 2
+    assert len({np.asarray(query).tobytes() for query in chain.queries}) == queries
 
 
 class Machine:
