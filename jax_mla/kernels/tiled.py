@@ -57,15 +57,15 @@ class TiledQuery(ClusterQuery):
         self.m_tiles, self.halves = -(-self.tokens // 16), min(self.tokens // 8, 2)
         self.blocks = self.rows // BLOCK_ROWS
         # Everything at once where it fits, else pieces of W_UK follow the blocks through the slots.
-        self.resident = self.blocks <= 2
+        self.at_once = self.blocks <= 2
         self.lane_rows = self.m_tiles * self.halves
         # With 8 tokens there are registers, and use, for a second CTA an SM.
-        self.blocks_per_sm = 2 if self.tokens == 8 and self.resident else 1
+        self.blocks_per_sm = 2 if self.tokens == 8 and self.at_once else 1
         self.piece = min(self.latent, 256)
         self.pieces = self.latent // self.piece
         slots = [self.shared.add(BLOCK_BYTES, align=128) for _ in range(min(self.blocks, 2))]
         self.slots_at = slots
-        if self.resident:
+        if self.at_once:
             self.uk_at = self.shared.add(NOPE * (self.piece + 8) * 2, align=128)
         # A stride for which the eight rows of a matrix load fall into different banks; the rows of
         # W_UK, of piece + 8 columns, do so too.
@@ -76,7 +76,7 @@ class TiledQuery(ClusterQuery):
         self.partial_at = self.shared.add(self.buffers * WARPS * self.partial_items * 8)
         # A slot that is not filled again holds the nope values after its block.
         nope_bytes = self.block_bytes * self.cluster
-        self.nope_at = slots[0] if self.resident else self.shared.add(nope_bytes)
+        self.nope_at = slots[0] if self.at_once else self.shared.add(nope_bytes)
         # A lone CTA gathers from nobody: its block is the whole.
         self.block_at = self.shared.add(self.block_bytes) if self.cluster > 1 else self.nope_at
         self.gamma_at = self.shared.add(Q_RANK * 2)
@@ -104,7 +104,7 @@ class TiledQuery(ClusterQuery):
                     row = NOPE + part * self.rope + item * BLOCK_ROPE + lane - BLOCK_NOPE
                 source = w_qb + (Int64(head) * HEAD_ROWS + row) * Q_RANK
                 ptx.copy_bulk(place + lane * QB_STRIDE, source, Q_RANK * 2, full)
-        elif cutlass.const_expr(not self.resident and item < self.blocks + self.pieces):
+        elif cutlass.const_expr(not self.at_once and item < self.blocks + self.pieces):
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, NOPE * self.piece * 2)
             cute.arch.sync_warp()
@@ -302,7 +302,7 @@ class TiledQuery(ClusterQuery):
             cute.arch.sync_warp()
             for item in cutlass.range_constexpr(len(self.slots_at)):
                 self.fill(item, w_qb, w_uk, base, part, head, lane)
-        if cutlass.const_expr(self.resident):
+        if cutlass.const_expr(self.at_once):
             self.copy_w_uk(
                 w_uk, self.shared.view(base, self.uk_at, BFloat16), self.piece + 8, part, head, tid
             )
@@ -347,7 +347,7 @@ class TiledQuery(ClusterQuery):
             self.send_nope(nope, block, nope_full, part, tid)
             cute.arch.mbarrier_wait(nope_full, 0)
         for piece in cutlass.range_constexpr(self.pieces):
-            if cutlass.const_expr(self.resident):
+            if cutlass.const_expr(self.at_once):
                 uk = self.shared.view(base, self.uk_at, BFloat16)
             else:
                 uk = self.wait_for(self.blocks + piece, base)
