@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import peer
+import plot
 import pytest
 import tables
 import workload
@@ -68,6 +69,25 @@ def test_the_table_is_made_from_the_results(tmp_path: pathlib.Path) -> None:
     (tmp_path / "gpu.json").write_text(json.dumps(RESULTS))
     lines = tables.tables(tmp_path).splitlines()
     assert lines[-1] == "| 6 | 8 | 1.0 | 30.0 | 4.0 | 3.9 to 4.2 | 7.5 | 25% | `tiled` |"
+
+
+def test_the_picture_has_every_time_of_the_results_once() -> None:
+    results = json.loads(json.dumps(RESULTS))
+    slower = {"jax_mla": {"us": 5.0}, "jnp": {"us": 40.0}}
+    results["rows"].append({"heads": 6, "batch": 16, "floor_us": 2.0, "timings": slower})
+    results["rows"].append({"heads": 12, "batch": 8, "floor_us": 3.0, "timings": slower})
+    assert plot.series(results) == {
+        6: {
+            "jnp in jit": {8: 30.0, 16: 40.0},
+            "jax_mla": {8: 4.0, 16: 5.0},
+            "floor": {8: 1.0, 16: 2.0},
+        },
+        12: {"jnp in jit": {8: 40.0}, "jax_mla": {8: 5.0}, "floor": {8: 3.0}},
+    }
+
+
+def test_the_picture_is_drawn_from_the_committed_results() -> None:
+    assert plot.source(tables.RESULTS) in plot.PICTURE.read_text(encoding="utf-8")
 
 
 def test_a_readme_without_markers_is_refused() -> None:
