@@ -5,13 +5,15 @@ of 8 devices, in a process that imports jax_mla and has none of the code below. 
 again and its program must have one custom call, one gather of queries and the cache in place.
 
 Then the exported call is run, on 8 GPUs or, exported once more for CPUs, on 8 made-up CPU devices.
-It must give the bytes of the call itself; otherwise the exit status is 1.
+It must give the bytes of the call itself; otherwise the exit status is 1. Saving an exported
+program needs the package flatbuffers, which jax does not install.
 
     python examples/export.py
     python examples/export.py --out step.bin        # keeps the file for GPUs
 """
 
 import argparse
+import importlib.util
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -111,6 +113,8 @@ def main(options: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Export jax_mla.q_absorb on a mesh of GPUs.")
     parser.add_argument("--out", type=pathlib.Path, help="where to keep the file for GPUs")
     out = parser.parse_args(options).out
+    if importlib.util.find_spec("flatbuffers") is None:
+        parser.exit(2, "jax.export saves programs with flatbuffers: pip install flatbuffers\n")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     arguments = example_arguments()
     file = export_step(arguments, "cuda")
