@@ -11,10 +11,12 @@ __path__ = package_path(__path__, sys.path)
 from jax_mla import dcp, runtime
 from jax_mla.api import export_checks, q_absorb, supported
 from jax_mla.errors import SetupError, UnsupportedError
+from jax_mla.rope import Rope
 from jax_mla.sharding import MeshAxes
 
 __all__ = [
     "MeshAxes",
+    "Rope",
     "SetupError",
     "UnsupportedError",
     "dcp",

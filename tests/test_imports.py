@@ -14,8 +14,8 @@ import jax_mla
 FOLDERS = [Path(folder) for folder in jax_mla.__path__]
 
 LAYERS = (
-    {"errors", "installed", "rules", "variants", "config"},
-    {"checks", "dcp", "reference", "runtime", "testing"},
+    {"errors", "hf_config", "installed", "rules", "variants", "config"},
+    {"checks", "dcp", "reference", "rope", "runtime", "testing"},
     {"primitive"},
     {"sharding"},
     {"api"},
