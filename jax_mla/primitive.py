@@ -15,15 +15,19 @@ import numpy as np
 from jax.extend.backend import backends
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
-from jax.sharding import NamedSharding
+from jax.sharding import ManualAxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_mla import reference, rules, runtime, variants
 from jax_mla.errors import UnsupportedError
+from jax_mla.formats import Form
 
 OPERANDS = ("qkv", "q_norm", "kv_norm", "w_qb", "w_uk", "cache", "slots", "q_scale", "k_scale")
-_QKV, _CACHE, _SLOTS = (OPERANDS.index(name) for name in ("qkv", "cache", "slots"))
-_CACHE_SOURCES = [OPERANDS.index(name) for name in ("qkv", "kv_norm", "cache", "slots", "k_scale")]
+ROPE_OPERANDS = ("cos_sin", "positions")
+"""Further ones of calls that rotate."""
+_QKV, _CACHE = OPERANDS.index("qkv"), OPERANDS.index("cache")
+_CACHE_SOURCES = {"qkv", "kv_norm", "cache", "slots", "k_scale", *ROPE_OPERANDS}
+_LATENT_SOURCES = {"qkv", "q_norm"}
 
 _log = logging.getLogger("jax_mla")
 
@@ -32,48 +36,70 @@ q_absorb_p.multiple_results = True
 
 
 def bind(
-    arrays: Mapping[str, Any], *, eps: float, implementation: str, dcp_axis: str | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (q, cache) of what one device holds.
+    arrays: Mapping[str, Any],
+    form: Form,
+    *,
+    eps: float,
+    implementation: str,
+    dcp_axis: str | None,
+) -> tuple[jax.Array, ...]:
+    """Returns (q, cache) of what one device holds, and the query latent where `form` says so.
 
     Args:
-        arrays: by the names of OPERANDS, checked.
+        arrays: by the names of OPERANDS and, where `form` has a style, ROPE_OPERANDS; checked.
+        form: what the call computes.
         eps, implementation: as for `jax_mla.q_absorb`.
         dcp_axis: manual mesh axis whose ranks' heads q is to hold, in order of ranks; None for the
             heads of this device only.
     """
-    operands = [arrays[name] for name in OPERANDS]
-    _refuse_global_arrays(known_spec(operand) for operand in operands)
+    operands = [arrays[name] for name in _names(form)]
+    _refuse_global_arrays(_names(form), (known_spec(operand) for operand in operands))
     ranks = 1 if dcp_axis is None else jax.lax.axis_size(dcp_axis)
-    q, cache = q_absorb_p.bind(
-        *operands, eps=eps, implementation=implementation, dcp_axis=dcp_axis, ranks=ranks
+    return tuple(
+        q_absorb_p.bind(
+            *operands,
+            form=form,
+            eps=eps,
+            implementation=implementation,
+            dcp_axis=dcp_axis,
+            ranks=ranks,
+        )
     )
-    return q, cache
+
+
+def _names(form: Form) -> tuple[str, ...]:
+    return OPERANDS + ROPE_OPERANDS if form.style else OPERANDS
 
 
 def _result_types(
-    *operands: Any, eps: float, implementation: str, dcp_axis: str | None, ranks: int
-) -> tuple[Any, Any]:
-    problem = rules.problem_of(*operands)
+    *operands: Any, form: Form, dcp_axis: str | None, ranks: int, **_: Any
+) -> tuple[Any, ...]:
+    arrays = dict(zip(_names(form), operands, strict=True))
+    problem = rules.problem_of(arrays, form)
     rules.check_limits(problem)
-    _refuse_global_arrays(operand.sharding.spec for operand in operands)
-    cache = operands[_CACHE].update(
-        manual_axis_type=_varying([operands[i] for i in _CACHE_SOURCES])
+    _refuse_global_arrays(arrays, (operand.sharding.spec for operand in operands))
+
+    def varying(sources: Iterable[str], but_for: str | None = None) -> ManualAxisType:
+        """The type of a result that differs along every mesh axis along which a source does."""
+        found = (arrays[name].manual_axis_type.varying for name in sources if name in arrays)
+        return ManualAxisType(varying=frozenset().union(*found) - {but_for})
+
+    cache = arrays["cache"].update(manual_axis_type=varying(_CACHE_SOURCES))
+    q = cache.update(
+        shape=(problem.batch, problem.heads * ranks, form.geometry.row),
+        dtype=jnp.dtype(form.q_dtype),
+        # Gathered heads are the same on all ranks, those of a single rank too.
+        manual_axis_type=varying(arrays, but_for=dcp_axis),
     )
-    # Gathered heads are the same on all ranks, those of a single rank too.
-    q_type = _varying(operands, but_for=dcp_axis)
-    q_shape = (problem.batch, problem.heads * ranks, rules.ROW)
-    return cache.update(shape=q_shape, manual_axis_type=q_type), cache
+    if not form.q_latent:
+        return q, cache
+    latent_shape = (problem.batch, form.geometry.q_rank)
+    latent_type = varying(_LATENT_SOURCES)
+    return q, cache, arrays["qkv"].update(shape=latent_shape, manual_axis_type=latent_type)
 
 
 q_absorb_p.def_abstract_eval(_result_types)
 q_absorb_p.def_impl(functools.partial(xla.apply_primitive, q_absorb_p))
-
-
-def _varying(sources: Any, but_for: str | None = None) -> jax.sharding.ManualAxisType:
-    """The type of a result that differs along every mesh axis along which a source does."""
-    axes = frozenset().union(*(source.manual_axis_type.varying for source in sources))
-    return jax.sharding.ManualAxisType(varying=axes - {but_for})
 
 
 def known_spec(x: Any) -> P:
@@ -84,8 +110,8 @@ def known_spec(x: Any) -> P:
     return sharding.spec if split else P()
 
 
-def _refuse_global_arrays(specs: Iterable[P]) -> None:
-    for name, spec in zip(OPERANDS, specs, strict=True):
+def _refuse_global_arrays(names: Iterable[str], specs: Iterable[P]) -> None:
+    for name, spec in zip(names, specs, strict=True):
         if any(axes is not None for axes in spec):
             raise ValueError(
                 f"{name} must be whole on each device, got it sharded as {spec}."
@@ -93,32 +119,38 @@ def _refuse_global_arrays(specs: Iterable[P]) -> None:
             )
 
 
-def _kernel(*operands: jax.Array, key: str, eps: float) -> Sequence[jax.Array]:
-    problem = rules.problem_of(*operands)
+def _kernel(*operands: jax.Array, form: Form, key: str, eps: float) -> Sequence[jax.Array]:
+    problem = rules.problem_of(dict(zip(OPERANDS, operands, strict=True)), form)
     if problem.columns % 8:  # the kernels read 16 aligned bytes at a time
-        qkv = operands[_QKV][:, : rules.QKV_COLUMNS]
+        qkv = operands[_QKV][:, : form.geometry.qkv_columns]
         operands = (*operands[:_QKV], qkv, *operands[_QKV + 1 :])
     cache = operands[_CACHE]
     results = [
-        jax.ShapeDtypeStruct((problem.batch, problem.heads, rules.ROW), cache.dtype),
+        jax.ShapeDtypeStruct((problem.batch, problem.heads, form.geometry.row), form.q_dtype),
         jax.ShapeDtypeStruct(cache.shape, cache.dtype),
     ]
     call = jax.ffi.ffi_call(runtime.TARGET, results, input_output_aliases={_CACHE: 1})
     return call(*operands, kernel=key, abi=np.int32(variants.ABI), eps=np.float32(eps))
 
 
-def _load(key: str, implementation: str) -> bool:
-    """Loads a kernel on every GPU of this process; returns whether the program is to use it."""
+def _usable_kernel(problem: rules.Problem, implementation: str) -> str | None:
+    """Returns the key of the kernel to use, loaded on every GPU of this process.
+
+    None, and a line in the log, where the reference has to stand in.
+    """
     cuda = backends().get("cuda")
     try:
+        if reason := variants.unsupported_reason(problem.form):
+            raise UnsupportedError(reason)
+        key = variants.choose(problem.batch, problem.heads).key
         for device in cuda.local_devices() if cuda else ():
             runtime.load(key, device.local_hardware_id)
     except UnsupportedError as error:
         if implementation == "cuda":
             raise
         _log.warning("q_absorb uses the reference instead of a kernel: %s", error)
-        return False
-    return True
+        return None
+    return key
 
 
 def _lowering(local: Callable[..., Sequence[jax.Array]]) -> Any:
@@ -126,16 +158,16 @@ def _lowering(local: Callable[..., Sequence[jax.Array]]) -> Any:
 
     def gathered(
         *operands: jax.Array, dcp_axis: Any, ranks: int, **options: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        q, cache = local(*operands, **options)
-        return q if ranks == 1 else _gather_heads(q, dcp_axis), cache
+    ) -> tuple[jax.Array, ...]:
+        q, *others = local(*operands, **options)
+        return q if ranks == 1 else _gather_heads(q, dcp_axis), *others
 
     return mlir.lower_fun(gathered, multiple_results=True)
 
 
 def _gather_heads(q: jax.Array, axis: str) -> jax.Array:
-    # As bytes: not every platform's collectives know e4m3, and bytes keep NaN as it is.
-    own = jax.lax.bitcast_convert_type(q, np.uint8)
+    # As integers: not every platform's collectives know e4m3, and integers keep NaN as it is.
+    own = jax.lax.bitcast_convert_type(q, np.uint8 if q.dtype.itemsize == 1 else np.uint16)
     heads = jax.lax.all_gather(own, axis, axis=1, tiled=True, to="invarying")
     return jax.lax.bitcast_convert_type(heads, q.dtype)
 
@@ -155,14 +187,15 @@ def _refuse_hidden_gather(ctx: Any) -> None:
         )
 
 
-def _lower_for_cuda(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
+def _lower_for_cuda(
+    ctx: Any, *operands: Any, form: Form, implementation: str, **params: Any
+) -> Any:
     if implementation != "reference":
         _refuse_hidden_gather(ctx)
-        problem = rules.problem_of(*ctx.avals_in)
-        key = variants.choose(problem.batch, problem.heads).key
-        if _load(key, implementation):
-            return _lower_kernel(ctx, *operands, key=key, **params)
-    return _lower_reference(ctx, *operands, **params)
+        problem = rules.problem_of(dict(zip(_names(form), ctx.avals_in, strict=True)), form)
+        if key := _usable_kernel(problem, implementation):
+            return _lower_kernel(ctx, *operands, form=form, key=key, **params)
+    return _lower_reference(ctx, *operands, form=form, **params)
 
 
 def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
@@ -179,20 +212,28 @@ mlir.register_lowering(q_absorb_p, _lower_for_cuda, platform="cuda")
 mlir.register_lowering(q_absorb_p, _lower_elsewhere)
 
 
-def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
+def _batch(operands: Any, dims: Any, *, form: Form, **params: Any) -> tuple[Any, Any]:
     """Lanes become more tokens; they share one cache, which comes back without a lane axis."""
-    mapped = {name for name, dim in zip(OPERANDS, dims, strict=True) if dim is not None}
-    if mapped != {"qkv", "slots"}:
+    names = _names(form)
+    mapped = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
+    expected = {"qkv", "slots", "positions"} & set(names)
+    if mapped != expected:
         raise NotImplementedError(
-            "q_absorb under jax.vmap must have qkv and slots mapped and nothing else, got"
-            f" {', '.join(sorted(mapped))} mapped. Call it once for each cache or set of weights."
+            f"q_absorb under jax.vmap must have {_listed(expected)} mapped and nothing else, got"
+            f" {_listed(mapped)} mapped. Call it once for each cache or set of weights."
         )
     flat = list(operands)
-    for i in (_QKV, _SLOTS):
+    for name in expected:
+        i = names.index(name)
         lanes = jnp.moveaxis(operands[i], dims[i], 0)
         flat[i] = lanes.reshape(lanes.shape[0] * lanes.shape[1], *lanes.shape[2:])
-    q, cache = q_absorb_p.bind(*flat, **params)
-    return (q.reshape(lanes.shape[0], lanes.shape[1], *q.shape[1:]), cache), (0, None)
+    q, cache, *latent = q_absorb_p.bind(*flat, form=form, **params)
+    split = [x.reshape(*lanes.shape[:2], *x.shape[1:]) for x in (q, *latent)]
+    return (split[0], cache, *split[1:]), (0, None, *[0] * len(latent))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 batching.primitive_batchers[q_absorb_p] = _batch

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jax_mla import hf_config
-
-STYLES = ("interleaved", "half")
+from jax_mla.formats import STYLES
 
 Doubles = npt.NDArray[np.float64]
 

@@ -1,36 +1,23 @@
-"""Geometry of the operation and the checks of its arguments.
+"""The checks of a call's arguments, and its sizes.
 
 Imports neither jax nor numpy: the kernel build reads the constants too.
 """
 
-import math
-import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-Q_RANK = 1536
-"""Columns of the query latent."""
-KV_RANK = 512
-"""Columns of the KV latent, and of an absorbed query."""
-NOPE = 128
-"""Q_B rows of a head that W_UK absorbs."""
-ROPE = 64
-"""Q_B rows of a head, and columns of a key, that positions may rotate."""
-HEAD_ROWS = NOPE + ROPE
-"""Q_B rows of a head."""
-ROW = KV_RANK + ROPE
-"""Bytes of a query of one head and of a cache row."""
-QKV_COLUMNS = Q_RANK + KV_RANK + ROPE
-"""Columns of qkv that are read."""
+from jax_mla.formats import BF16, CACHE_FORMATS, E4M3, FP8_DS_MLA, PLAIN, STYLES, CacheFormat, Form
+from jax_mla.geometry import DEEPSEEK, nearest_geometry
+
+# Sizes of the geometry that the kernels are compiled for.
+Q_RANK, KV_RANK, NOPE, ROPE = DEEPSEEK.q_rank, DEEPSEEK.kv_rank, DEEPSEEK.nope, DEEPSEEK.rope
+HEAD_ROWS, ROW, QKV_COLUMNS = DEEPSEEK.head_rows, DEEPSEEK.row, DEEPSEEK.qkv_columns
+
 MAX_HEADS = 128
 MAX_BATCH = 4096
 MAX_ROWS = 2**31 - 1
 """Cache rows that an int32 slot can name."""
-
-IMPLEMENTATIONS = ("auto", "cuda", "reference")
-
-_MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
-_MAX_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 
 
 class Array(Protocol):
@@ -52,6 +39,7 @@ class Problem:
         pages: P, pages of the cache.
         page_size: S, rows of a page.
         columns: W, elements from one row of qkv to the next.
+        form: what the call computes.
     """
 
     batch: int
@@ -59,6 +47,7 @@ class Problem:
     pages: int
     page_size: int
     columns: int
+    form: Form = PLAIN
 
     @property
     def rows(self) -> int:
@@ -68,17 +57,30 @@ class Problem:
     @property
     def bytes_moved(self) -> int:
         """Bytes that the call must read and write when every token's row is stored."""
-        weights = 2 * (Q_RANK + KV_RANK + self.heads * (HEAD_ROWS * Q_RANK + NOPE * KV_RANK))
-        token = 2 * QKV_COLUMNS + 4 + self.heads * ROW + ROW
+        form, size = self.form, self.form.geometry
+        weights = 2 * (size.q_rank + size.kv_rank + self.heads * self._head_weights)
+        token = 2 * size.qkv_columns + 4 + self.heads * form.q_bytes
+        token += form.cache.row_bytes(size)
+        if form.style:
+            token += 4 * size.rope + 4
+        if form.q_latent:
+            token += 2 * size.q_rank
         return weights + self.batch * token
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the two matrix products."""
-        return 2 * self.batch * self.heads * (HEAD_ROWS * Q_RANK + NOPE * KV_RANK)
+        return 2 * self.batch * self.heads * self._head_weights
+
+    @property
+    def _head_weights(self) -> int:
+        size = self.form.geometry
+        return size.head_rows * size.q_rank + size.nope * size.kv_rank
 
 
 class _Rule(NamedTuple):
+    """What an array must be; `layout` and `remedy` have the names of Geometry in braces."""
+
     dtype: str
     layout: str
     remedy: str
@@ -88,24 +90,24 @@ _RULES = {
     "qkv": _Rule(
         "bfloat16",
         "[B, W]",
-        f"Concatenate query latent ({Q_RANK}), KV latent ({KV_RANK}) and k_pe ({ROPE}).",
+        "Concatenate query latent ({q_rank}), KV latent ({kv_rank}) and k_pe ({rope}).",
     ),
-    "q_norm": _Rule("bfloat16", "[1536]", "Pass the weight of q_a_layernorm."),
-    "kv_norm": _Rule("bfloat16", "[512]", "Pass the weight of kv_a_layernorm."),
+    "q_norm": _Rule("bfloat16", "[{q_rank}]", "Pass the weight of q_a_layernorm."),
+    "kv_norm": _Rule("bfloat16", "[{kv_rank}]", "Pass the weight of kv_a_layernorm."),
     "w_qb": _Rule(
         "bfloat16",
-        "[H * 192, 1536] with H as in w_uk",
+        "[H * {head_rows}, {q_rank}] with H as in w_uk",
         "Pass q_b_proj.weight of the same heads, not transposed.",
     ),
     "w_uk": _Rule(
         "bfloat16",
-        "[H, 128, 512]",
-        "Pass the 128 key rows of each head in kv_b_proj.weight.",
+        "[H, {nope}, {kv_rank}]",
+        "Pass the {nope} key rows of each head in kv_b_proj.weight.",
     ),
     "cache": _Rule(
         "float8_e4m3fn",
-        "[P, S, 576]",
-        "Make it with jnp.zeros((P, S, 576), jnp.float8_e4m3fn).",
+        "[P, S, {columns}]",
+        "Make it with jnp.zeros((P, S, {columns}), jnp.{dtype}).",
     ),
     "slots": _Rule(
         "int32",
@@ -114,102 +116,195 @@ _RULES = {
     ),
     "q_scale": _Rule("float32", "a scalar, []", "One scale serves all heads and tokens."),
     "k_scale": _Rule("float32", "a scalar, []", "One scale serves the whole cache."),
+    "cos_sin": _Rule(
+        "float32",
+        "[M, {rope}] with a row for each position",
+        "Make it with jax_mla.Rope.yarn or Rope.default.",
+    ),
+    "positions": _Rule(
+        "int32",
+        "[B] with B as in qkv",
+        "Pass each token's position: rope.at(positions).",
+    ),
 }
+_LABELS = {"cos_sin": "rope.cos_sin", "positions": "rope.positions"}
 
 
-def problem_of(
-    qkv: Array,
-    q_norm: Array,
-    kv_norm: Array,
-    w_qb: Array,
-    w_uk: Array,
-    cache: Array,
-    slots: Array,
-    q_scale: Array,
-    k_scale: Array,
-) -> Problem:
+def form_of(
+    arrays: Mapping[str, Any],
+    *,
+    style: str | None = None,
+    q_dtype: str | None = None,
+    q_latent: bool = False,
+) -> Form:
+    """Returns what a call computes. Arrays that fit no form are left for `problem_of` to refuse.
+
+    Args:
+        arrays: by the names of the arguments of `jax_mla.q_absorb`.
+        style: of RoPE, None for NoPE.
+        q_dtype: name of the queries' dtype, None for the one that fits the cache.
+        q_latent: whether the normalised query latent is returned.
+
+    Raises:
+        ValueError: there is no such style, or attention does not take such queries and rows.
+    """
+    shapes = {name: tuple(getattr(array, "shape", ())) for name, array in arrays.items()}
+    geometry = nearest_geometry(
+        q_ranks=shapes["w_qb"][1:2] + shapes["q_norm"][:1],
+        kv_ranks=shapes["w_uk"][2:3] + shapes["kv_norm"][:1],
+        nopes=shapes["w_uk"][1:2],
+    )
+    has_scales = shapes["cache"][2:3] == (FP8_DS_MLA.columns(geometry),)
+    stored = _cache_format(arrays["cache"], has_scales)
+    if style is not None and style not in STYLES:
+        raise ValueError(
+            f"rope.style must be one of {', '.join(STYLES)}, got {style!r}."
+            " DeepSeek's checkpoints are interleaved."
+        )
+    return Form(
+        geometry=geometry,
+        cache=stored,
+        q_dtype=query_dtype(stored, q_dtype),
+        style=style,
+        q_latent=q_latent,
+    )
+
+
+def query_dtype(cache: CacheFormat, q_dtype: str | None) -> str:
+    """Returns the dtype of queries over a cache, the default one for None.
+
+    Raises:
+        ValueError: attention does not take such queries and rows.
+    """
+    if q_dtype is not None and q_dtype not in cache.q_dtypes:
+        raise ValueError(
+            f"q_dtype must be {' or '.join(cache.q_dtypes)} with {cache.name} cache rows, got"
+            f" {q_dtype}. Leave it out for {cache.q_dtypes[0]}."
+        )
+    return q_dtype or cache.q_dtypes[0]
+
+
+def _cache_format(cache: Any, has_scales: bool) -> CacheFormat:
+    dtype = _dtype_name(cache)
+    if dtype == FP8_DS_MLA.dtype and not has_scales:
+        return E4M3  # bytes of e4m3, or a mistake: the message about the dtype says what to do
+    return next((format_ for format_ in CACHE_FORMATS if format_.dtype == dtype), E4M3)
+
+
+def _dtype_name(value: Any) -> Any:
+    dtype = getattr(value, "dtype", None)
+    return getattr(dtype, "name", dtype)  # other libraries' dtypes have no name
+
+
+def problem_of(arrays: Mapping[str, Array], form: Form) -> Problem:
     """Returns the sizes of a call whose arguments fit together.
 
     Args:
-        qkv, q_norm, kv_norm, w_qb, w_uk, cache, slots: as for `jax_mla.q_absorb`.
-        q_scale, k_scale: [] float32.
+        arrays: by the names of the arguments of `jax_mla.q_absorb`; q_scale and k_scale [] float32;
+            cos_sin and positions of its rope where `form` has a style.
+        form: what the call computes.
 
     Raises:
         TypeError: an argument is no array or has the wrong dtype.
         ValueError: an argument has the wrong shape.
     """
-    operands = (qkv, q_norm, kv_norm, w_qb, w_uk, cache, slots, q_scale, k_scale)
-    arguments = dict(zip(_RULES, operands, strict=True))
-    for name, value in arguments.items():
-        check_array(name, value)
-    for name, rank in (("qkv", 2), ("w_uk", 3), ("cache", 3)):
-        if len(arguments[name].shape) != rank:
-            raise _shape_error(name, arguments[name])
+    for name in arrays:
+        check_array(name, arrays[name], form)
+    for name, rank in (("qkv", 2), ("w_uk", 3), ("cache", 3), ("cos_sin", 2)):
+        if name in arrays and len(arrays[name].shape) != rank:
+            raise _shape_error(name, arrays[name], form)
     problem = Problem(
-        batch=qkv.shape[0],
-        heads=w_uk.shape[0],
-        pages=cache.shape[0],
-        page_size=cache.shape[1],
-        columns=qkv.shape[1],
+        batch=arrays["qkv"].shape[0],
+        heads=arrays["w_uk"].shape[0],
+        pages=arrays["cache"].shape[0],
+        page_size=arrays["cache"].shape[1],
+        columns=arrays["qkv"].shape[1],
+        form=form,
     )
-    if problem.columns < QKV_COLUMNS:
+    if problem.columns < form.geometry.qkv_columns:
         raise ValueError(
-            f"qkv must have at least {QKV_COLUMNS} columns, got {problem.columns}."
-            f" {_RULES['qkv'].remedy}"
+            f"qkv must have at least {form.geometry.qkv_columns} columns, got {problem.columns}."
+            f" {_filled(_RULES['qkv'].remedy, form)}"
         )
-    for name, shape in _shapes(problem).items():
-        if tuple(arguments[name].shape) != shape:
-            raise _shape_error(name, arguments[name], list(shape))
+    for name, shape in _shapes(problem, arrays).items():
+        if tuple(arrays[name].shape) != shape:
+            raise _shape_error(name, arrays[name], form, list(shape))
     return problem
 
 
-def _shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    return {
-        "q_norm": (Q_RANK,),
-        "kv_norm": (KV_RANK,),
-        "w_uk": (problem.heads, NOPE, KV_RANK),
-        "w_qb": (problem.heads * HEAD_ROWS, Q_RANK),
-        "cache": (problem.pages, problem.page_size, ROW),
+def _shapes(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    size = problem.form.geometry
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_norm": (size.q_rank,),
+        "kv_norm": (size.kv_rank,),
+        "w_uk": (problem.heads, size.nope, size.kv_rank),
+        "w_qb": (problem.heads * size.head_rows, size.q_rank),
+        "cache": (problem.pages, problem.page_size, problem.form.cache.columns(size)),
         "slots": (problem.batch,),
         "q_scale": (),
         "k_scale": (),
     }
+    if "cos_sin" in arrays:
+        table_rows = max(arrays["cos_sin"].shape[0], 1)
+        shapes |= {"cos_sin": (table_rows, size.rope), "positions": (problem.batch,)}
+    return shapes
 
 
-def check_array(name: str, value: Array) -> None:
-    dtype = _RULES[name].dtype
+def check_array(name: str, value: Array, form: Form = PLAIN) -> None:
+    """Checks that an argument is an array of the right dtype and of a known shape.
+
+    Raises:
+        TypeError: it is not.
+    """
+    label = _LABELS.get(name, name)
+    dtype = form.cache.dtype if name == "cache" else _RULES[name].dtype
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+        convert = f"Convert it: jnp.asarray({name}, jnp.{dtype})."
         raise TypeError(
-            f"{name} must be an array of {dtype}, got {type(value).__name__}."
-            f" Convert it: jnp.asarray({name}, jnp.{dtype})."
+            f"{label} must be an array of {dtype}, got {type(value).__name__}."
+            f" {convert if label == name else _filled(_RULES[name].remedy, form)}"
         )
-    found = getattr(value.dtype, "name", value.dtype)  # other libraries' dtypes have no name
+    found = _dtype_name(value)
     if found != dtype:
+        others = f" (or {BF16.dtype}, or {FP8_DS_MLA.dtype} rows of fp8_ds_mla)"
         raise TypeError(
-            f"{name} must have dtype {dtype}, got {found}."
-            f" Convert it where it is made: {_conversion(name, found)}."
+            f"{label} must have dtype {dtype}{others if name == 'cache' else ''}, got {found}."
+            f" Convert it where it is made: {_conversion(name, dtype, found)}."
         )
     if not all(isinstance(size, int) for size in value.shape):
         raise TypeError(
-            f"{name} must have a shape of plain integers, got {list(value.shape)}."
+            f"{label} must have a shape of plain integers, got {list(value.shape)}."
             " Trace one program for each shape: the kernel is chosen by batch and heads."
         )
 
 
-def _conversion(name: str, found: str) -> str:
-    dtype = f"jnp.{_RULES[name].dtype}"
+def _conversion(name: str, dtype: str, found: str) -> str:
     if name == "cache" and found in ("uint8", "int8"):  # holds e4m3 bytes, not numbers
-        return f"jax.lax.bitcast_convert_type(cache, {dtype})"
-    return f"{name}.astype({dtype})"
+        return f"jax.lax.bitcast_convert_type(cache, jnp.{dtype})"
+    return f"{name}.astype(jnp.{dtype})"
 
 
-def _shape_error(name: str, value: Array, expected: list[int] | None = None) -> ValueError:
-    rule = _RULES[name]
-    known = expected is None or str(expected) in rule.layout
-    sizes = "" if known else f" = {expected}"
-    return ValueError(
-        f"{name} must be {rule.layout}{sizes}, got {list(value.shape)}. {rule.remedy}"
+def _filled(text: str, form: Form) -> str:
+    size = form.geometry
+    return text.format(
+        q_rank=size.q_rank,
+        kv_rank=size.kv_rank,
+        nope=size.nope,
+        rope=size.rope,
+        head_rows=size.head_rows,
+        columns=form.cache.columns(size),
+        dtype=form.cache.dtype,
     )
+
+
+def _shape_error(
+    name: str, value: Array, form: Form, expected: list[int] | None = None
+) -> ValueError:
+    layout, remedy = (_filled(text, form) for text in _RULES[name][1:])
+    known = expected is None or str(expected) in layout
+    sizes = "" if known else f" = {expected}"
+    label = _LABELS.get(name, name)
+    return ValueError(f"{label} must be {layout}{sizes}, got {list(value.shape)}. {remedy}")
 
 
 def check_limits(problem: Problem) -> None:
@@ -230,66 +325,11 @@ def check_limits(problem: Problem) -> None:
         )
     if problem.page_size < 1:
         raise ValueError(
-            f"cache must have pages of at least 1 row, got [P, S, {ROW}] ="
-            f" [{problem.pages}, {problem.page_size}, {ROW}]. Give pages a size."
+            "cache must have pages of at least 1 row, got P, S ="
+            f" {problem.pages}, {problem.page_size}. Give pages a size."
         )
     if problem.rows > MAX_ROWS:
         raise ValueError(
             f"cache must have at most {MAX_ROWS} rows on a device, which int32 slots can name,"
             f" got {problem.pages} * {problem.page_size}. Use a cache for each layer."
-        )
-
-
-def check_scale(name: str, scale: float | numbers.Real) -> float:
-    """Returns a dequantisation scale that is known while tracing.
-
-    Raises:
-        ValueError: it is not finite and positive, or it or its reciprocal is no normal float32.
-    """
-    scale = _nearest_float(scale)
-    if not _MIN_SCALE <= scale <= _MAX_SCALE:
-        raise ValueError(
-            f"{name} must be finite and positive, 2**-126 to 2**126, got {scale}."
-            " Pass the scale that turns stored bytes back into values; 1.0 for none."
-        )
-    return scale
-
-
-def _nearest_float(number: float | numbers.Real) -> float:
-    """Returns the float that Python's conversion gives, and infinity where that overflows."""
-    try:
-        return float(number)
-    except OverflowError:
-        return -math.inf if number < 0 else math.inf
-
-
-def check_eps(eps: float) -> None:
-    """Checks the epsilon of the norms.
-
-    Raises:
-        TypeError: it is no Python number.
-        ValueError: it is negative or not finite in float32.
-    """
-    if not isinstance(eps, numbers.Real):
-        raise TypeError(
-            f"eps must be a Python float, got {type(eps).__name__}."
-            " It is compiled into the program: take it from the model's configuration."
-        )
-    value = _nearest_float(eps)
-    if not 0 <= value <= _MAX_FLOAT32:
-        raise ValueError(
-            f"eps must be finite and at least 0, got {value}. Use the model's rms_norm_eps."
-        )
-
-
-def check_implementation(implementation: str) -> None:
-    """Checks the name of an implementation.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}."
-            ' Leave it out for "auto".'
         )

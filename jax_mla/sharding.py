@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_mla import checks, primitive, rules
+from jax_mla.formats import Form
 
 T = TypeVar("T")
 AnyMesh = Mesh | AbstractMesh
@@ -22,9 +23,10 @@ AnyMesh = Mesh | AbstractMesh
 
 @dataclass(frozen=True, kw_only=True)
 class PerArray(Generic[T]):
-    """Something for each array argument of `jax_mla.q_absorb` and for q, its first result.
+    """Something for each array argument of `jax_mla.q_absorb` and for its results.
 
-    What is said of cache holds for the argument and for the result.
+    What is said of cache holds for the argument and for the result; cos_sin and positions are the
+    arrays of its rope, q_latent is the third result.
     """
 
     qkv: T
@@ -34,7 +36,10 @@ class PerArray(Generic[T]):
     w_uk: T
     cache: T
     slots: T
+    cos_sin: T
+    positions: T
     q: T
+    q_latent: T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +114,10 @@ class MeshAxes:
             w_uk=own_heads,
             cache=P(_entry(batch + dcp)),
             slots=P(self.dcp, _entry(batch)) if self.dcp else tokens,
+            cos_sin=P(),
+            positions=tokens,
             q=P(_entry(batch), _entry(heads)),
+            q_latent=tokens,
         )
 
     def shardings(self, mesh: AnyMesh | None = None) -> PerArray[NamedSharding]:
@@ -138,11 +146,14 @@ class MeshAxes:
         return mesh
 
 
-def on_mesh(arrays: dict[str, Any], axes: MeshAxes, **options: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns (q, cache) of a call on the arrays of a whole mesh.
+def on_mesh(
+    arrays: dict[str, Any], form: Form, axes: MeshAxes, **options: Any
+) -> tuple[jax.Array, ...]:
+    """Returns the results of a call on the arrays of a whole mesh.
 
     Args:
-        arrays: by the names of `primitive.OPERANDS`.
+        arrays: by the names of `primitive.OPERANDS` and, where rotated, `primitive.ROPE_OPERANDS`.
+        form: what the call computes.
         axes: what the mesh splits.
         options: eps and implementation, as for `jax_mla.q_absorb`.
     """
@@ -153,32 +164,34 @@ def on_mesh(arrays: dict[str, Any], axes: MeshAxes, **options: Any) -> tuple[jax
         )
     mesh = axes.mesh_or_context()
     specs = axes.specs(mesh)
-    _check_sizes(arrays, axes, mesh)
+    _check_sizes(arrays, form, axes, mesh)
     in_specs = {name: getattr(specs, name, P()) for name in arrays}
     laid_out = {name: _laid_out(name, x, in_specs[name], mesh) for name, x in arrays.items()}
 
-    def local(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    def local(arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
         own_slots = arrays["slots"].reshape(-1)  # [1, B] where ranks have a row each
-        return on_device(arrays | {"slots": own_slots}, dcp_axis=axes.dcp, **options)
+        return on_device(arrays | {"slots": own_slots}, form, dcp_axis=axes.dcp, **options)
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=(specs.q, specs.cache))
-    q, cache = mapped(laid_out)
-    return q, cache
+    out_specs = (specs.q, specs.cache, specs.q_latent)[: 3 if form.q_latent else 2]
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)
+    results: tuple[jax.Array, ...] = mapped(laid_out)
+    return results
 
 
 def on_device(
-    arrays: dict[str, Any], dcp_axis: str | None, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (q, cache) of a call on what one device holds, inside jax.shard_map or on no mesh.
+    arrays: dict[str, Any], form: Form, dcp_axis: str | None, **options: Any
+) -> tuple[jax.Array, ...]:
+    """Returns the results of a call on what one device holds, inside jax.shard_map or on no mesh.
 
     Args:
-        arrays: by the names of `primitive.OPERANDS`.
+        arrays: by the names of `primitive.OPERANDS` and, where rotated, `primitive.ROPE_OPERANDS`.
+        form: what the call computes.
         dcp_axis: mesh axis over which heads are gathered.
         options: eps and implementation, as for `jax_mla.q_absorb`.
     """
     _check_context(dcp_axis)
-    checks.report_dropped(arrays["slots"], rules.problem_of(**arrays))
-    return primitive.bind(arrays, dcp_axis=dcp_axis, **options)
+    checks.report_dropped(arrays["slots"], rules.problem_of(arrays, form))
+    return primitive.bind(arrays, form, dcp_axis=dcp_axis, **options)
 
 
 def _check_context(dcp_axis: str | None) -> None:
@@ -202,7 +215,7 @@ def _check_context(dcp_axis: str | None) -> None:
         )
 
 
-def _check_sizes(arrays: dict[str, Any], axes: MeshAxes, mesh: AnyMesh) -> None:
+def _check_sizes(arrays: dict[str, Any], form: Form, axes: MeshAxes, mesh: AnyMesh) -> None:
     """Checks that the arrays of the whole mesh fit together and can be shared out evenly."""
     if axes.dcp is not None:
         slots, ranks = arrays["slots"], mesh.shape[axes.dcp]
@@ -213,7 +226,7 @@ def _check_sizes(arrays: dict[str, Any], axes: MeshAxes, mesh: AnyMesh) -> None:
                 f" {axes.dcp!r}, got {list(slots.shape)}. Use jax_mla.dcp.local_slots."
             )
         arrays = arrays | {"slots": jax.ShapeDtypeStruct(slots.shape[1:], slots.dtype)}
-    problem = rules.problem_of(**arrays)
+    problem = rules.problem_of(arrays, form)
     batch, heads, dcp = _names(axes.batch), _names(axes.heads), _names(axes.dcp)
     for name, unit, count, split, remedy in (
         ("qkv", "tokens", problem.batch, batch, "Pad the step with tokens of slot -1."),

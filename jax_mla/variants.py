@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jax_mla.formats import E4M3, Form
+from jax_mla.geometry import DEEPSEEK
+
 ABI = 1
 """Version of the kernel parameters and FFI attributes; a change breaks exported programs."""
 
@@ -82,3 +85,25 @@ def choose(batch: int, heads: int) -> Variant:
         if fits and (variant.tokens == 8) == (batch <= 8):
             return variant
     return RESIDENT
+
+
+def unsupported_reason(form: Form) -> str | None:
+    """Says what of a call no shipped kernel does, or None when one does it all."""
+    lacking = [
+        what
+        for what, asked in (
+            (f"{form.geometry.name}'s geometry", form.geometry != DEEPSEEK),
+            ("RoPE", form.style is not None),
+            (f"{form.q_dtype} queries", form.q_dtype != E4M3.dtype),
+            (f"{form.cache.name} cache rows", form.cache != E4M3),
+            ("the query latent as a result", form.q_latent),
+        )
+        if asked
+    ]
+    if not lacking:
+        return None
+    return (
+        f"no kernel is shipped for {' and '.join(lacking)}: kernels are for {DEEPSEEK.name}'s"
+        " geometry without RoPE, FP8 queries and FP8 cache rows."
+        ' Use implementation="reference" for plain jax.numpy.'
+    )

@@ -113,8 +113,8 @@ def _on_mesh_only(
     right = jax_mla.q_absorb
 
     def wrong(*arguments: Any, **options: Any) -> Any:
-        results = right(*arguments, **options)
-        return corrupt(*results, arguments[5]) if "axes" in options else results
+        q, cache = right(*arguments, **options)
+        return corrupt(q, cache, arguments[5]) if "axes" in options else (q, cache)
 
     return jax_mla, "q_absorb", wrong
 

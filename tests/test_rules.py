@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_mla
-from jax_mla.rules import Problem, check_limits, problem_of
+from jax_mla.rules import Problem, check_limits, form_of, problem_of
 
 E4M3, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
 
@@ -36,6 +36,10 @@ def arguments(**changes: Any) -> dict[str, Any]:
     return right | changes
 
 
+def checked(arrays: dict[str, Any]) -> Problem:
+    return problem_of(arrays, form_of(arrays))
+
+
 WRONG_SHAPES = [
     ("qkv", aval(BF16, 3, 2111), ("2112", "2111", "k_pe")),
     ("qkv", aval(BF16, 2112), ("[B, W]", "[2112]", "k_pe")),
@@ -58,7 +62,7 @@ BEYOND_A_DEVICE = [
     ("qkv", {"batch": 4097}, ("4096", "got 4097", "Split")),
     ("w_uk", {"heads": 0}, ("1 to 128", "got 0", "Split")),
     ("w_uk", {"heads": 129}, ("1 to 128", "got 129", "Split")),
-    ("cache", {"page_size": 0}, ("at least 1 row", "[4, 0, 576]", "size")),
+    ("cache", {"page_size": 0}, ("at least 1 row", "P, S = 4, 0", "size")),
     ("cache", {"pages": 2**20, "page_size": 2**11}, ("2147483647", "1048576 * 2048", "layer")),
 ]
 
@@ -68,7 +72,7 @@ WRONG_DTYPES = [
     ("kv_norm", aval(jnp.float16, 512), ("bfloat16", "float16", "astype")),
     ("w_qb", aval(E4M3, 384, 1536), ("bfloat16", "float8_e4m3fn", "astype")),
     ("w_uk", aval(F32, 2, 128, 512), ("bfloat16", "float32", "astype")),
-    ("cache", aval(BF16, 4, 8, 576), ("float8_e4m3fn", "bfloat16", "astype")),
+    ("cache", aval(F32, 4, 8, 576), ("float8_e4m3fn", "float32", "astype")),
     ("cache", aval(jnp.float8_e5m2, 4, 8, 576), ("float8_e4m3fn", "float8_e5m2", "astype")),
     ("cache", aval(jnp.uint8, 4, 8, 576), ("float8_e4m3fn", "uint8", "bitcast_convert_type(cache")),
     ("slots", aval(jnp.uint32, 3), ("int32", "uint32", "astype")),
@@ -94,15 +98,15 @@ def assert_says(message: str, name: str, words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(("name", "value", "words"), WRONG_SHAPES, ids=name_of)
 def test_a_wrong_shape_is_a_value_error(name: str, value: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is checked below
-        problem_of(**arguments(**{name: value}))
+        checked(arguments(**{name: value}))
     assert_says(str(caught.value), name, words)
 
 
 @pytest.mark.parametrize(("name", "sizes", "words"), BEYOND_A_DEVICE)
 def test_what_no_device_can_do_is_a_value_error(
-    name: str, sizes: dict[str, int], words: tuple[str, ...]
+    name: str, sizes: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    problem = replace(problem_of(**arguments()), **sizes)
+    problem = replace(checked(arguments()), **sizes)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         check_limits(problem)
     assert_says(str(caught.value), name, words)
@@ -118,14 +122,14 @@ def test_limits_are_checked_while_tracing() -> None:
 @pytest.mark.parametrize(("name", "value", "words"), WRONG_DTYPES, ids=name_of)
 def test_a_wrong_dtype_is_a_type_error(name: str, value: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(TypeError) as caught:
-        problem_of(**arguments(**{name: value}))
+        checked(arguments(**{name: value}))
     assert_says(str(caught.value), name, words)
 
 
 def test_sizes_known_only_at_run_time_are_refused() -> None:
     (batch,) = jax.export.symbolic_shape("b")
     with pytest.raises(TypeError) as caught:
-        problem_of(**arguments(qkv=aval(BF16, batch, 2112)))
+        checked(arguments(qkv=aval(BF16, batch, 2112)))
     assert_says(str(caught.value), "qkv", ("plain integers", "b", "Trace"))
 
 
@@ -184,7 +188,7 @@ def test_the_public_function_checks_while_tracing() -> None:
 
 @pytest.mark.parametrize("columns", [2112, 2113, 3648])
 def test_a_right_call_has_these_sizes(columns: int) -> None:
-    problem = problem_of(**arguments(qkv=aval(BF16, 3, columns)))
+    problem = checked(arguments(qkv=aval(BF16, 3, columns)))
     assert problem == Problem(batch=3, heads=2, pages=4, page_size=8, columns=columns)
     assert problem.rows == 32
 
@@ -194,6 +198,6 @@ def test_bytes_and_operations_count_every_array_once() -> None:
     moved = ("q_norm", "kv_norm", "w_qb", "w_uk", "slots")
     weights = sum(operands[name].size * operands[name].dtype.itemsize for name in moved)
     tokens = 3 * (2112 * 2 + 2 * 576 + 576)  # qkv read; queries of two heads and a row written
-    problem = problem_of(**operands)
+    problem = checked(operands)
     assert problem.bytes_moved == weights + tokens
     assert problem.flops == 2 * 3 * (operands["w_qb"].size + operands["w_uk"].size)

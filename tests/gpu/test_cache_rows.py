@@ -98,7 +98,8 @@ def test_rows_beyond_four_gibibytes() -> None:
 
     def call(cache: jax.Array) -> jax.Array:
         arguments: dict[str, Any] = {**with_slots(inputs, slots), "cache": cache}
-        return jax_mla.q_absorb(**arguments, implementation="cuda")[1]
+        updated: jax.Array = jax_mla.q_absorb(**arguments, implementation="cuda")[1]
+        return updated
 
     def changed_rows(cache: jax.Array) -> jax.Array:
         changed = (jax.lax.bitcast_convert_type(cache, jnp.uint8) != fill_bytes()).any(axis=-1)
