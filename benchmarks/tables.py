@@ -1,7 +1,7 @@
-"""Writes README.md's speed tables from benchmarks/results/*.json.
+"""Writes README.md's tables: speed from benchmarks/results/*.json, models from what is shipped.
 
-python benchmarks/tables.py            # rewrites the part between the markers
-python benchmarks/tables.py --check    # exits 1 when README.md differs from the results
+python benchmarks/tables.py            # rewrites the parts between the markers
+python benchmarks/tables.py --check    # exits 1 when README.md is stale
 """
 
 import argparse
@@ -9,10 +9,11 @@ import json
 import pathlib
 from typing import Any
 
+import support
+
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- speed: begin, written by benchmarks/tables.py -->", "<!-- speed: end -->"
 HEADER = (
     "heads",
     "B",
@@ -64,25 +65,32 @@ def _line(cells: list[str] | tuple[str, ...]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def with_tables(readme: str, generated: str) -> str:
-    """The README's text with `generated` between the markers.
+def with_tables(readme: str) -> str:
+    """The README's text with its tables made anew."""
+    return with_part(with_part(readme, "speed", tables(RESULTS)), "models", support.table())
+
+
+def with_part(readme: str, part: str, generated: str) -> str:
+    """The README's text with `generated` between the markers of a part.
 
     Raises:
         ValueError: the text does not hold each marker once, in order.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    old, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in old + after or END in after:
-        raise ValueError(f"README.md must hold {BEGIN!r} and then {END!r}, once each.")
-    return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
+    opening = f"<!-- {part}: begin, written by benchmarks/tables.py -->"
+    closing = f"<!-- {part}: end -->"
+    before, begin, rest = readme.partition(opening)
+    old, end, after = rest.partition(closing)
+    if not (begin and end) or opening in old + after or closing in after:
+        raise ValueError(f"README.md must hold {opening!r} and then {closing!r}, once each.")
+    return f"{before}{opening}\n\n{generated}\n\n{closing}{after}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write README.md's speed tables.")
+    parser = argparse.ArgumentParser(description="Write README.md's tables.")
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 on a difference")
     check = parser.parse_args().check
     written = README.read_text()
-    wanted = with_tables(written, tables(RESULTS))
+    wanted = with_tables(written)
     if check:
         stale = written != wanted
         print("README.md is stale: run python benchmarks/tables.py" if stale else "up to date")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 import peer
 import plot
 import pytest
+import support
 import tables
 import workload
 from clock import Program, time_in_turns
@@ -52,9 +54,21 @@ RESULTS = {
 }
 
 
-def test_readme_quotes_the_committed_results() -> None:
+def test_the_readme_has_the_tables_of_what_is_committed() -> None:
     readme = tables.README.read_text()
-    assert tables.with_tables(readme, tables.tables(tables.RESULTS)) == readme
+    assert tables.with_tables(readme) == readme
+
+
+def test_the_table_of_models_says_what_the_gpu_tests_cover() -> None:
+    lines = [re.split(r" *\| *", line)[1:-1] for line in support.table().splitlines()[2:]]
+    assert {cell for line in lines for cell in line[3:]} <= {"verified", "compiles", "reference"}
+    kimi = [line for line in lines if line[0] == "Kimi-K3"]
+    assert kimi == [
+        ["Kimi-K3", "1, 2, 4, 8, 16", "96, 48, 24, 12, 6", "verified", "reference", "reference"]
+    ]
+    for model, _, heads, *states in lines:
+        for number in map(int, heads.split(", ")):
+            assert number in CHECKED_HEADS or "verified" not in states, model
 
 
 def test_every_committed_result_beats_the_peer() -> None:
@@ -92,7 +106,7 @@ def test_the_picture_is_drawn_from_the_committed_results() -> None:
 
 def test_a_readme_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="once each"):
-        tables.with_tables(f"{tables.BEGIN} {tables.BEGIN} {tables.END}", "table")
+        tables.with_part("<!-- speed: end -->", "speed", "table")
 
 
 def test_timed_shapes_are_checked_shapes() -> None:
