@@ -80,8 +80,7 @@ def source_hash() -> str:
     """Hash of everything that decides the cubins' bytes, the compiler's version aside."""
     files = [
         *sorted((SOURCE / "kernels").glob("*.py")),
-        SOURCE / "variants.py",
-        SOURCE / "rules.py",
+        *(SOURCE / f"{name}.py" for name in ("formats", "geometry", "rules", "variants")),
     ]
     digest = hashlib.sha256()
     for file in files:
