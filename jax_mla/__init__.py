@@ -8,7 +8,7 @@ from jax_mla.installed import package_path
 
 __path__ = package_path(__path__, sys.path)
 
-from jax_mla import dcp, runtime
+from jax_mla import dcp, runtime, weights
 from jax_mla.api import export_checks, q_absorb, supported
 from jax_mla.errors import SetupError, UnsupportedError
 from jax_mla.rope import Rope
@@ -23,6 +23,7 @@ __all__ = [
     "export_checks",
     "q_absorb",
     "supported",
+    "weights",
 ]
 __version__ = version("jax_mla")
 

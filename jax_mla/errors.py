@@ -9,7 +9,7 @@ class UnsupportedError(NotImplementedError):
 
 
 class SetupError(RuntimeError):
-    """Library, driver or cubin cannot be used.
+    """Library, driver, cubin or an optional package cannot be used.
 
     The text says what was found, what is needed and what to do.
     """

@@ -9,16 +9,18 @@ from types import ModuleType
 import pytest
 
 import jax_mla
-from jax_mla import api, sharding
+from jax_mla import api, rope, sharding, weights
 from jax_mla.runtime.manifest import capability_of, shipped
 from jax_mla.variants import RUN_ON_HARDWARE
 
 PUBLIC_FUNCTIONS = [
-    getattr(jax_mla, name) for name in jax_mla.__all__ if inspect.isfunction(getattr(jax_mla, name))
+    *(getattr(jax_mla, n) for n in jax_mla.__all__ if inspect.isfunction(getattr(jax_mla, n))),
+    weights.from_hf,
+    weights.read_layer,
 ]
 
 
-@pytest.mark.parametrize("module", [api, sharding])
+@pytest.mark.parametrize("module", [api, rope, sharding])
 def test_examples_run(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -1,5 +1,6 @@
 """What tests of q_absorb need: inputs, a float64 oracle, and distances between results."""
 
+from jax_mla.testing.checkpoint import write_checkpoint
 from jax_mla.testing.compare import (
     Bytes,
     bf16_steps,
@@ -26,4 +27,5 @@ __all__ = [
     "oracle",
     "round_to_bf16",
     "round_to_e4m3",
+    "write_checkpoint",
 ]
