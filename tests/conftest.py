@@ -1,6 +1,7 @@
-"""The installed package is tested, and GPU tests are skipped only where there is no GPU."""
+"""The installed package is tested; tests that need more are skipped only where it is missing."""
 
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Generator
@@ -17,7 +18,8 @@ import jax  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes
 
-_GPU_REQUIRED = os.environ.get("JAX_MLA_REQUIRE_GPU") == "1"
+_REQUIRE = {"gpu": "JAX_MLA_REQUIRE_GPU", "transformers": "JAX_MLA_REQUIRE_TRANSFORMERS"}
+"""Variables that, at 1, turn a skip of a test with this mark into a failure."""
 
 
 @functools.cache
@@ -30,6 +32,12 @@ def _missing_gpu() -> str | None:
     return None
 
 
+def _missing_transformers() -> str | None:
+    """Returns why tests against transformers cannot run, or None."""
+    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks everything in tests/gpu."""
     folder = _ROOT / "tests" / "gpu"
@@ -39,8 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a GPU test where there is no GPU."""
+    """Skips a test where what it needs is missing."""
     if item.get_closest_marker("gpu") and (reason := _missing_gpu()):
+        pytest.skip(reason)
+    if item.get_closest_marker("transformers") and (reason := _missing_transformers()):
         pytest.skip(reason)
 
 
@@ -48,10 +58,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turns any skip of a GPU test into a failure where JAX_MLA_REQUIRE_GPU=1."""
+    """Turns any skip of a test into a failure where its variable says so."""
     report = yield
-    skipped = report.skipped and not hasattr(report, "wasxfail")
-    if _GPU_REQUIRED and skipped and item.get_closest_marker("gpu"):
-        report.outcome = "failed"
-        report.longrepr = f"skipped although JAX_MLA_REQUIRE_GPU=1: {report.longrepr}"
+    if report.skipped and not hasattr(report, "wasxfail"):
+        for mark, variable in _REQUIRE.items():
+            if os.environ.get(variable) == "1" and item.get_closest_marker(mark):
+                report.outcome = "failed"
+                report.longrepr = f"skipped although {variable}=1: {report.longrepr}"
     return report

@@ -1,5 +1,6 @@
 """The examples and the README's snippets run, and the examples' own checks can fail."""
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -17,9 +18,10 @@ import numpy as np
 import pytest
 
 import jax_mla
+from jax_mla import testing
 
 ROOT = pathlib.Path(__file__).parents[1]
-EXAMPLES = ["decode_step", "dcp_decode", "export"]
+EXAMPLES = ["decode_step", "dcp_decode", "deepseek_layer", "export"]
 
 
 def _run(*arguments: str | pathlib.Path, **environment: str) -> str:
@@ -102,6 +104,79 @@ def test_a_size_below_one_is_refused_by_name(
         decode_step.main([option, "0"])
     assert caught.value.code == 2
     assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err
+
+
+LAYER_OPTIONS = ["--steps", "6", "--heads", "2", "--batch", "2", "--page-size", "4"]
+
+
+@pytest.fixture
+def deepseek_layer() -> ModuleType:
+    return _load("deepseek_layer")
+
+
+def test_a_checkpoint_that_is_given_decodes(
+    deepseek_layer: ModuleType, tmp_path: pathlib.Path
+) -> None:
+    testing.write_checkpoint(tmp_path, heads=3, hidden=192)
+    checkpoint = ["--checkpoint", str(tmp_path), "--layer", "0"]
+    assert deepseek_layer.main([*LAYER_OPTIONS, *checkpoint]) == 0
+
+
+def test_a_checkpoint_of_another_family_is_refused(
+    deepseek_layer: ModuleType, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "longcat_flash"}')
+    with pytest.raises(SystemExit, match=r"model_type must be one of .*, got longcat_flash"):
+        deepseek_layer.main(["--checkpoint", str(tmp_path)])
+
+
+def _without_rope(**options: Any) -> dict[str, Any]:
+    return options | {"rope": None}
+
+
+def _another_style(**options: Any) -> dict[str, Any]:
+    rope = options["rope"]
+    return options | {"rope": jax_mla.Rope(rope.cos_sin, rope.positions, style="half")}
+
+
+def _one_position(**options: Any) -> dict[str, Any]:
+    return options | {"rope": options["rope"].at(jnp.full_like(options["rope"].positions, 3))}
+
+
+@pytest.mark.parametrize("corrupt", [_without_rope, _another_style, _one_position])
+def test_decoding_fails_when_positions_rotate_wrongly(
+    deepseek_layer: ModuleType, monkeypatch: pytest.MonkeyPatch, corrupt: Callable[..., Any]
+) -> None:
+    right: Any = jax_mla.q_absorb
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        return right(*arguments, **(corrupt(**options) if "rope" in options else options))
+
+    monkeypatch.setattr(jax_mla, "q_absorb", wrong)
+    assert deepseek_layer.main(LAYER_OPTIONS) == 1
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda layer: {"softmax_scale": 192**-0.5},
+        lambda layer: {"w_uk": layer.w_uv},
+        lambda layer: {"w_qb": layer.w_qb[::-1]},
+        lambda layer: {"w_o": layer.w_o * jnp.bfloat16(1.125)},
+    ],
+    ids=["no mscale", "halves swapped", "rows reversed", "scaled"],
+)
+def test_decoding_fails_when_weights_are_wrong(
+    deepseek_layer: ModuleType, monkeypatch: pytest.MonkeyPatch, corrupt: Callable[..., Any]
+) -> None:
+    right = jax_mla.weights.from_hf
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        layer = right(*arguments, **options)
+        return dataclasses.replace(layer, **corrupt(layer))
+
+    monkeypatch.setattr(jax_mla.weights, "from_hf", wrong)
+    assert deepseek_layer.main(LAYER_OPTIONS) == 1
 
 
 MESH_OPTIONS = ["--mesh", "1", "2", "4", "--heads", "1", "--prefill", "20", "--steps", "2"]
