@@ -237,7 +237,8 @@ def transformers_attention(weights: Mapping[str, Array], config: Config, hidden:
     embedding = theirs.DeepseekV3RotaryEmbedding(their_config)
     future = torch.full((length, length), -math.inf).triu(1)[None, None]
     with torch.no_grad():
-        output, _ = module(tensor, embedding(tensor, torch.arange(length)[None]), future)
+        turns = embedding(tensor, torch.arange(length)[None])
+        output, _ = module(tensor, position_embeddings=turns, attention_mask=future)
     return np.asarray(output.numpy(), np.float32)
 
 
