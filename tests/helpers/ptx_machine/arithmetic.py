@@ -78,13 +78,14 @@ def _float_extreme(machine: Machine, instruction: Instruction, match: Match) -> 
     return _elementwise(machine, instruction, ["f32"] * 3, compute)
 
 
+def _fused(a: Any, b: Any, c: Any) -> Any:
+    # The product is exact in float64; the sum is rounded there and once more.
+    return np.multiply(a, b, dtype=np.float64) + c
+
+
 @operation(r"fma\.rn\.f32")
 def _fma(machine: Machine, instruction: Instruction, match: Match) -> Action:
-    # The product is exact in float64; the sum is rounded there and once more.
-    def compute(a: Any, b: Any, c: Any) -> Any:
-        return np.multiply(a, b, dtype=np.float64) + c
-
-    return _elementwise(machine, instruction, ["f32"] * 4, compute)
+    return _elementwise(machine, instruction, ["f32"] * 4, _fused)
 
 
 @operation(rf"mad\.lo\.(?P<kind>{INTEGER})")
@@ -188,7 +189,7 @@ def _move_parts(machine: Machine, instruction: Instruction, kind: str) -> Action
     half = np.dtype(f"u{TYPES[kind].itemsize // 2}")
     if isinstance(source, Vector):
         parts = [machine.source(item, half) for item in source.items]
-        whole = machine.target(destination, TYPES[kind]).view(half).reshape(-1, 2)
+        whole = _halves(machine.target(destination, TYPES[kind]), half)
 
         def pack(threads: Selection) -> None:
             whole[threads] = np.stack([part[threads] for part in parts], axis=1)
@@ -196,13 +197,31 @@ def _move_parts(machine: Machine, instruction: Instruction, kind: str) -> Action
         return pack
     assert isinstance(destination, Vector)
     targets = [machine.target(item, half) for item in destination.items]
-    halves = machine.source(source, TYPES[kind]).view(half).reshape(-1, 2)
+    halves = _halves(machine.source(source, TYPES[kind]), half)
 
     def unpack(threads: Selection) -> None:
         for i, target in enumerate(targets):
             target[threads] = halves[threads, i]
 
     return unpack
+
+
+def _halves(values: Any, dtype: Any) -> Any:
+    """[thread, 2] halves of [thread] values."""
+    return np.ascontiguousarray(values).view(dtype).reshape(-1, 2)
+
+
+@operation(r"(?P<name>add|mul|fma)\.rn\.f32x2")
+def _packed(machine: Machine, instruction: Instruction, match: Match) -> Action:
+    compute = {"add": np.add, "mul": np.multiply, "fma": _fused}[match["name"]]
+    destination, *operands = instruction.operands
+    target = _halves(machine.target(destination, TYPES["b64"]), np.float32)
+    sources = [_halves(machine.source(operand, TYPES["b64"]), np.float32) for operand in operands]
+
+    def act(threads: Selection) -> None:
+        target[threads] = compute(*[source[threads] for source in sources])
+
+    return act
 
 
 @operation(r"cvt\.(?P<to>[us](?:8|16|32|64))\.(?P<of>[us](?:8|16|32|64))")
