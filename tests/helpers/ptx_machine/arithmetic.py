@@ -211,9 +211,12 @@ def _halves(values: Any, dtype: Any) -> Any:
     return np.ascontiguousarray(values).view(dtype).reshape(-1, 2)
 
 
+_PACKED: dict[str, Callable[..., Any]] = {"add": np.add, "mul": np.multiply, "fma": _fused}
+
+
 @operation(r"(?P<name>add|mul|fma)\.rn\.f32x2")
 def _packed(machine: Machine, instruction: Instruction, match: Match) -> Action:
-    compute = {"add": np.add, "mul": np.multiply, "fma": _fused}[match["name"]]
+    compute = _PACKED[match["name"]]
     destination, *operands = instruction.operands
     target = _halves(machine.target(destination, TYPES["b64"]), np.float32)
     sources = [_halves(machine.source(operand, TYPES["b64"]), np.float32) for operand in operands]

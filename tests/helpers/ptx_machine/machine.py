@@ -242,7 +242,7 @@ class Machine:
         for _ in range(MOST_STEPS):
             if not self._step() and not self.barriers.deliver():
                 break
-        if self.ready.any():
+        else:
             raise PtxError(f"an endless loop: {self._whereabouts()}")
         if not self.ended.all():
             raise PtxError(f"deadlock: {self._whereabouts()}")
