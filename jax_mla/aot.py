@@ -3,7 +3,8 @@
     python jax_mla/aot.py --out DIRECTORY [--jobs N] [--arch ARCH ...]
 
 Runs in the build only, needs nvidia-cutlass-dsl[cu13] and no GPU. Each cubin is linted
-(`jax_mla.sass`); the directory appears whole or not at all.
+(`jax_mla.sass`); the directory appears whole or not at all. The PTX of each kernel lies beside its
+cubin, for tests; it is not installed.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def compile_variant(variant: Variant, arch: str, folder: Path) -> dict[str, Any]
     file = Path(arch) / f"{variant.key}.cubin"
     (folder / arch).mkdir(exist_ok=True)
     (folder / file).write_bytes(compiled.cubin)
+    (folder / file).with_suffix(".ptx").write_text(compiled.ptx)
     report = sass.lint(folder / file)
     return {
         "key": variant.key,

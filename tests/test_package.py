@@ -28,6 +28,7 @@ def test_the_distribution_holds_what_runs() -> None:
     names = {str(path) for path in importlib.metadata.files("jax_mla") or ()}
     assert {f"jax_mla/{name}" for name in _BUILD_PRODUCTS} < names
     assert any(name.endswith(".cubin") for name in names)
+    assert not any(name.endswith(".ptx") for name in names)
     assert not {"jax_mla/aot.py", "jax_mla/sass.py", "jax_mla/kernels/__init__.py"} & names
 
 

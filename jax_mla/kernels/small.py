@@ -34,9 +34,9 @@ class SmallQuery(ClusterQuery):
         one warp (insert_row).
     Sync   rows_full: the bulk copies of the CTA's Q_B rows have landed.
         nope_full: all C CTAs' nope values have landed here (st.async).
-        cluster phase 1: nope_full of every peer is initialised before anyone stores to it. No CTA
-        needs another one after that: each waits for all that is stored to it, and sends from
-        registers.
+        cluster phase 1: rows_full is initialised before the CTA's other threads wait for it, and
+        nope_full of every peer before anyone stores to it. No CTA needs another one after that:
+        each waits for all that is stored to it, and sends from registers.
         Block barriers: before other warps' row values are sent (W_UK copies of all threads have
         landed too), before other threads' column sums are read.
     """
@@ -181,11 +181,11 @@ class SmallQuery(ClusterQuery):
             qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, token, heads, part,
             head, warp, lane,
         )  # fmt: skip
+        cute.arch.cluster_wait()
         cute.arch.mbarrier_wait(rows_full, 0)
         self.project(x, qb, row_values, warp, lane)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        cute.arch.cluster_wait()
         self.send_nope(row_values, nope_values, nope_full, part, tid)
         out = q_row(q, token, heads, head)
         if 4 * tid < self.rope:

@@ -1,0 +1,127 @@
+"""The kernels' bytes without a GPU: their PTX, run on the CPU, against the float64 oracle.
+
+JAX_MLA_PTX names the folder that the build's jax_mla/aot.py has written. Without it nothing here
+runs; with it nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_calls import Kernel, built_kernel, emulated_bytes
+from ptx_machine import PtxError
+
+from jax_mla.rules import QKV_COLUMNS
+from jax_mla.testing import bytes_of, check_cache, check_query, make_inputs, oracle
+from jax_mla.variants import ARCHS, SHIPPED
+
+FOLDER = os.environ.get("JAX_MLA_PTX")
+
+pytestmark = pytest.mark.skipif(not FOLDER, reason="JAX_MLA_PTX names no folder with PTX")
+
+PAGES, PAGE_SIZE = 3, 61
+# Near the RMS of the values, 1, as in the tests on a GPU.
+SCALES: dict[str, Any] = {"q_scale": 0.8, "k_scale": 0.9}
+KEYS = [variant.key for variant in SHIPPED]
+SMALL = ("small_c8_t1", "small_c16_t1")
+
+
+@functools.cache
+def kernel(key: str, arch: str = "sm_90a") -> Kernel:
+    assert FOLDER
+    return built_kernel(Path(FOLDER), key, arch)
+
+
+def inputs_of(batch: int, heads: int, **options: Any) -> dict[str, jax.Array]:
+    return make_inputs(batch, heads, pages=PAGES, page_size=PAGE_SIZE, seed=batch, **options)
+
+
+def check(key: str, inputs: dict[str, jax.Array]) -> None:
+    q, cache = emulated_bytes(kernel(key), inputs, **SCALES)
+    expected = oracle(inputs, **SCALES)
+    check_query(q, expected)
+    check_cache(cache, expected)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_two_heads_and_a_tile_that_is_not_full(key: str) -> None:
+    tokens = kernel(key).tokens
+    check(key, inputs_of(2 if tokens == 1 else tokens + 3, 2))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_slots_that_drop_or_share_rows_wide_rows_and_nan(key: str) -> None:
+    batch, rows = (3 if key in SMALL else 7), PAGES * PAGE_SIZE
+    inputs = inputs_of(batch, 1, columns=QKV_COLUMNS + 1536)
+    inputs["qkv"] = inputs["qkv"].at[1, 5].set(jnp.nan)  # the query alone: the cache row stays
+    slots = np.array([rows - 1, rows, rows - 1, -1, 2**31 - 1, -(2**31), 0])
+    inputs["slots"] = jnp.asarray(slots[:batch], jnp.int32)
+    check(key, inputs)
+
+
+@pytest.mark.parametrize("key", ["small_c8_t1", "tiled_c4_t16", "resident_c1_t64"])
+def test_a_cache_without_pages(key: str) -> None:
+    inputs = inputs_of(2, 1)
+    q, _ = emulated_bytes(kernel(key), inputs)
+    empty, cache = emulated_bytes(kernel(key), {**inputs, "cache": inputs["cache"][:0]})
+    assert np.array_equal(q, empty)
+    assert cache.size == 0
+
+
+@pytest.mark.parametrize("arch", sorted({*ARCHS} - {"sm_90a"}))
+@pytest.mark.parametrize("key", ["small_c8_t1", "tiled_c8_t8", "tiled_c2_t32", "resident_c1_t64"])
+def test_every_arch_gives_the_same_bits(key: str, arch: str) -> None:
+    inputs = inputs_of(2, 1)
+    results = [emulated_bytes(kernel(key, arch), inputs, **SCALES) for arch in ("sm_90a", arch)]
+    for one, other in zip(*results, strict=True):
+        assert np.array_equal(one, other)
+
+
+SYNCHRONISATION = {
+    "block barrier": r"bar\.sync\s+0;",
+    "arrival at the cluster's barrier": r"barrier\.cluster\.arrive\.relaxed;",
+    "wait for the cluster": r"barrier\.cluster\.wait;",
+    "fence after mbarrier.init": r"fence\.mbarrier_init\.release\.cluster;",
+    "commit of copies": r"cp\.async\.commit_group;",
+    "wait for copies": r"cp\.async\.wait_group\s+0;",
+    "announcement of bytes": r"mbarrier\.arrive\.expect_tx[^;]*;",
+    "loop around a wait": r"bra\.uni\s+LAB_WAIT;",
+}
+"""What orders the threads, except barriers of a warp: the machine takes a warp's for ordered."""
+
+
+@pytest.mark.parametrize("part", SYNCHRONISATION)
+@pytest.mark.parametrize("key", ["small_c8_t1", "tiled_c8_t8"])
+def test_no_synchronisation_is_one_too_many(key: str, part: str) -> None:
+    """Also a test of the machine: it finds every one that is missing."""
+    whole = kernel(key)
+    found = list(re.finditer(SYNCHRONISATION[part], whole.text))
+    assert found
+    inputs = inputs_of(whole.tokens, 1)
+    for place in found:
+        text = whole.text[: place.start()] + whole.text[place.end() :]
+        with pytest.raises(PtxError):
+            emulated_bytes(dataclasses.replace(whole, text=text), inputs)
+
+
+def test_a_buffer_that_is_too_short_is_noticed() -> None:
+    inputs = inputs_of(1, 1)
+    with pytest.raises(PtxError, match="outside of every buffer: w_uk of 65536 bytes"):
+        emulated_bytes(kernel("small_c8_t1"), {**inputs, "w_uk": inputs["w_uk"][:, :64]})
+
+
+def test_inputs_stay_as_they_are() -> None:
+    inputs = inputs_of(1, 1)
+    before = {name: np.array(array) for name, array in inputs.items()}
+    emulated_bytes(kernel("small_c8_t1"), inputs)
+    for name, array in inputs.items():
+        assert np.array_equal(bytes_of(array), bytes_of(before[name])), name
