@@ -120,7 +120,8 @@ OTHERS = np.random.default_rng(2).integers(-(2**31), 2**31, THREADS).astype(np.i
          INTEGERS.view(np.uint32) >> 16 | OTHERS.view(np.uint32) & np.uint32(0xFFFF0000)),
         ("lop3.b32 %r10, %r2, %r3, 255, 0x6A;", INTEGERS & OTHERS ^ 255),
         ("setp.lt.s32 %p0, %r2, %r3; selp.b32 %r10, %r2, %r3, %p0;", np.minimum(INTEGERS, OTHERS)),
-        ("mov.b64 %rd9, {%r2, %r3}; mov.b64 {%r4, %r10}, %rd9;", OTHERS),
+        ("mov.b64 %rd9, {%r2, %r3}; mov.b64 {_, %r10}, %rd9;", OTHERS),
+        ("min.relu.s32 %r10, %r2, 1000;", np.clip(INTEGERS, 0, 1000)),
     ],
 )  # fmt: skip
 def test_integers(instruction: str, expected: npt.NDArray[Any]) -> None:

@@ -71,6 +71,16 @@ def _multiply(machine: Machine, instruction: Instruction, match: Match) -> Actio
     return _elementwise(machine, instruction, ["f32"] * 3, np.multiply)
 
 
+@operation(r"(?P<name>min|max)\.relu\.s32")
+def _extreme_from_zero(machine: Machine, instruction: Instruction, match: Match) -> Action:
+    extreme = _BINARY[match["name"]]
+
+    def compute(a: Any, b: Any) -> Any:
+        return np.maximum(extreme(a, b), 0)
+
+    return _elementwise(machine, instruction, ["s32"] * 3, compute)
+
+
 @operation(r"(?P<name>min|max)\.f32")
 def _float_extreme(machine: Machine, instruction: Instruction, match: Match) -> Action:
     # A NaN gives way to a number.

@@ -188,7 +188,9 @@ class Machine:
         raise PtxError(f"{operand} is not modelled")
 
     def target(self, operand: Any, dtype: Any) -> Any:
-        """[thread] places of a register of just this size."""
+        """[thread] places of a register of just this size, or what nobody reads for `_`."""
+        if operand == "_":
+            return np.empty(self.count, dtype)
         if not isinstance(operand, Register):
             raise PtxError(f"{operand}: a register was expected")
         values = self.registers[operand.name]
