@@ -1,4 +1,4 @@
-"""Straight-line arithmetic on values in registers: RMSNorm pieces, bf16 in, e4m3 out.
+"""Straight-line arithmetic on values in registers: RMSNorm pieces, bf16 in, e4m3 or bf16 out.
 
 FP32 work comes in pairs, which compute capability 10 packs into one instruction; the operations and
 their order are the same on every GPU.
@@ -74,3 +74,20 @@ def e4m3_words(values, scale):
     """Float32 values times `scale` as e4m3 words of four, first value in the lowest byte."""
     pairs = [Uint32(e4m3_pair(values[i], values[i + 1], scale)) for i in range(0, len(values), 2)]
     return [pairs[i] | (pairs[i + 1] << 16) for i in range(0, len(pairs), 2)]
+
+
+def rounded(values, scale):
+    """Float32 values as bf16, for `store_values` with this `scale`: floats, or words if None."""
+    words = [ptx.pack_bf16(*values[i : i + 2]) for i in range(0, len(values), 2)]
+    return words if scale is None else floats(words)
+
+
+def store_values(pointer, values, scale):
+    """Stores 2, 4, 8 or 16 neighbours: e4m3 of floats times `scale`, or words of bf16 if None."""
+    if scale is None:
+        for i in range(0, len(values), 4):
+            ptx.store_global(pointer + 2 * i, values[i : i + 4])
+    elif len(values) == 2:
+        ptx.store_global_b16(pointer, e4m3_pair(*values, scale))
+    else:
+        ptx.store_global(pointer, e4m3_words(values, scale))

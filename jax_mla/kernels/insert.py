@@ -43,6 +43,6 @@ def insert_row(
         for half in cutlass.range_constexpr(2):
             part = slice(8 * half, 8 * half + 8)
             normed = floats(normed_words(values[part], r, weights[part]))
-            ptx.store_global_8(out + half * 256 + 8 * lane, e4m3_words(normed, scale))
+            ptx.store_global(out + half * 256 + 8 * lane, e4m3_words(normed, scale))
         if lane < 8:
-            ptx.store_global_8(out + KV_RANK + 8 * lane, e4m3_words(floats(rope), scale))
+            ptx.store_global(out + KV_RANK + 8 * lane, e4m3_words(floats(rope), scale))

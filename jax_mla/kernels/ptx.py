@@ -102,21 +102,12 @@ def store_global_b16(pointer, bits):
     inline_ptx("st.global.b16 [{$r0}], {$r1};", read_only_args=[pointer, bits])
 
 
-def store_global_b32(pointer, word):
-    """st.global.b32."""
-    inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[pointer, word])
-
-
-def store_global_8(pointer, words):
-    """st.global.v2.b32: 8 bytes."""
-    inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[pointer, *words])
-
-
-def store_global_16(pointer, words):
-    """st.global.v4.b32: 16 bytes."""
-    inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *words]
-    )
+def store_global(pointer, words):
+    """st.global.b32, st.global.v2.b32 or st.global.v4.b32: one, two or four words."""
+    vector = {1: "", 2: ".v2", 4: ".v4"}[len(words)]
+    values = ", ".join(f"{{$r{i}}}" for i in range(1, len(words) + 1))
+    values = f"{{{values}}}" if vector else values
+    inline_ptx(f"st.global{vector}.b32 [{{$r0}}], {values};", read_only_args=[pointer, *words])
 
 
 def prefetch_l2(pointer):

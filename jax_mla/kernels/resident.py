@@ -10,11 +10,11 @@ from jax_mla.kernels.cluster import WARPS, ClusterQuery
 from jax_mla.kernels.convert import (
     chain_sum,
     dot,
-    e4m3_pair,
-    e4m3_words,
     floats,
     new_chains,
     normed_words,
+    rounded,
+    store_values,
 )
 from jax_mla.kernels.plan import q_row
 from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK
@@ -213,10 +213,11 @@ class ResidentQuery(ClusterQuery):
                     column = 16 * warp + 8 * n + 2 * (lane % 4)
                     ptx.store_shared_b32(nope + (token * NOPE_STRIDE + column), words[n])
                 if first + token < batch:
-                    ptx.store_global_b16(
+                    store_values(
                         q_row(q, first + token, heads, head)
                         + (KV_RANK + 8 * warp + 2 * (lane % 4)),
-                        e4m3_pair(*ptx.unpack_bf16(words[TILES - 1]), inverse),
+                        floats(words[TILES - 1 :]),
+                        inverse,
                     )
         cute.arch.sync_threads()
         sums = self.absorb(nope, w_uk, uk_window, head, warp, lane)
@@ -225,11 +226,12 @@ class ResidentQuery(ClusterQuery):
                 token = first + 16 * m + lane // 4 + 8 * half
                 # Columns n = 2 quarter, then 2 quarter + 1.
                 latents = [sums[m][j][2 * half + n] for n in range(2) for j in range(8)]
-                rounded = floats([ptx.pack_bf16(*latents[i : i + 2]) for i in range(0, 16, 2)])
+                values = rounded(latents, inverse)
                 if token < batch:
-                    ptx.store_global_16(
+                    store_values(
                         q_row(q, token, heads, head) + (64 * warp + 16 * (lane % 4)),
-                        e4m3_words(rounded, inverse),
+                        values,
+                        inverse,
                     )
         self.insert(
             qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, first, heads, 0,

@@ -15,6 +15,8 @@ from jax_mla.kernels.convert import (
     fma_pair,
     new_chains,
     normed_words,
+    rounded,
+    store_values,
 )
 from jax_mla.kernels.plan import q_row
 from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK
@@ -122,10 +124,8 @@ class SmallQuery(ClusterQuery):
             for g in cutlass.range_constexpr(self.groups):
                 values = ptx.load_shared_f32x4(sums + (g * self.latent + column))
                 total = [total[k] + values[k] for k in range(4)]
-            rounded = floats([ptx.pack_bf16(*total[:2]), ptx.pack_bf16(*total[2:])])
-            ptx.store_global_b32(
-                out + (part * self.latent + column), e4m3_words(rounded, inverse)[0]
-            )
+            values = rounded(total, inverse)
+            store_values(out + (part * self.latent + column), values, inverse)
 
     @cute.kernel
     def kernel(
@@ -190,8 +190,8 @@ class SmallQuery(ClusterQuery):
         out = q_row(q, token, heads, head)
         if 4 * tid < self.rope:
             rope = [row_values[self.nope + 4 * tid + k] for k in range(4)]
-            ptx.store_global_b32(
-                out + (KV_RANK + part * self.rope + 4 * tid), e4m3_words(rope, inverse)[0]
+            ptx.store_global(
+                out + (KV_RANK + part * self.rope + 4 * tid), e4m3_words(rope, inverse)
             )
         cute.arch.mbarrier_wait(nope_full, 0)
         self.absorb(nope_values, uk, sums, out, inverse, part, tid)

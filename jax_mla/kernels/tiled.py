@@ -7,7 +7,15 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, Uint64, cute
 
 from jax_mla.kernels import ptx
 from jax_mla.kernels.cluster import WARPS, ClusterQuery
-from jax_mla.kernels.convert import chain_sum, dot, e4m3_pair, floats, new_chains, normed_words
+from jax_mla.kernels.convert import (
+    chain_sum,
+    dot,
+    floats,
+    new_chains,
+    normed_words,
+    rounded,
+    store_values,
+)
 from jax_mla.kernels.plan import q_row
 from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK
 from jax_mla.variants import THREADS, Variant
@@ -207,10 +215,8 @@ class TiledQuery(ClusterQuery):
             if tile < TILES - 1:
                 ptx.store_shared_b32(nope + (token * self.nope_stride + 8 * tile + column), word)
             elif first + token < batch:
-                ptx.store_global_b16(
-                    q_row(q, first + token, heads, head) + (KV_RANK + rope + column),
-                    e4m3_pair(*ptx.unpack_bf16(word), inverse),
-                )
+                out = q_row(q, first + token, heads, head) + (KV_RANK + rope + column)
+                store_values(out, floats([word]), inverse)
 
     @cute.jit
     def send_nope(self, nope, block, nope_full, part, tid):
@@ -252,10 +258,10 @@ class TiledQuery(ClusterQuery):
                 for half in cutlass.range_constexpr(self.halves):
                     row = first + 16 * m + lane // 4 + 8 * half
                     if row < batch:
-                        word = ptx.pack_bf16(out[2 * half], out[2 * half + 1])
-                        ptx.store_global_b16(
+                        store_values(
                             q_row(q, row, heads, head) + (latent + column + 2 * (lane % 4)),
-                            e4m3_pair(*ptx.unpack_bf16(word), inverse),
+                            rounded(out[2 * half : 2 * half + 2], inverse),
+                            inverse,
                         )
 
     @cute.kernel
