@@ -1,14 +1,14 @@
 """Which compiled kernel serves a call.
 
-A variant fixes only what the compiler must know: the algorithm, the tokens a cluster handles
-and the CTAs of a cluster. Batch and heads are run-time values, so a handful of variants serves
-every call. The choice depends on nothing but the call, so all ranks of a mesh choose alike and
-an exported program does not depend on the machine that traced it.
+A variant fixes only what the compiler must know: the algorithm, the tokens a cluster handles,
+the CTAs of a cluster and the form of the call. Batch and heads are run-time values, so a handful
+serves every call of a form. The choice depends on nothing but the call, so all ranks of a mesh
+choose alike and an exported program does not depend on the machine that traced it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jax_mla.formats import E4M3, Form
@@ -36,16 +36,21 @@ class Variant:
             while the weights lie in shared memory, "resident" many while the tokens do.
         cluster: CTAs that share one head; above 8 the cluster size is non-portable.
         tokens: tokens a cluster handles; the grid has ceil(B / tokens) clusters a head.
+        form: "plain" has FP8 queries without RoPE and an FP8 cache. The general forms take more
+            parameters (`jax_mla.kernels.options`), for RoPE and the query latent: "fp8" with FP8
+            queries and cache, "bf16" with BF16 queries and a cache of any format.
     """
 
     kernel: Literal["small", "tiled", "resident"]
     cluster: int
     tokens: int
+    form: Literal["plain", "fp8", "bf16"] = "plain"
 
     @property
     def key(self) -> str:
         """The stable name under which programs refer to this variant."""
-        return f"{self.kernel}_c{self.cluster}_t{self.tokens}"
+        suffix = "" if self.form == "plain" else f"_{self.form}"
+        return f"{self.kernel}_c{self.cluster}_t{self.tokens}{suffix}"
 
 
 SMALL = Variant(kernel="small", cluster=8, tokens=1)
@@ -69,6 +74,12 @@ _TILED_ROUND = {
 
 SHIPPED = (SMALL, SMALL_WIDE, *_TILED_ROUND, RESIDENT)
 """Every variant that is built, linted and installed, for each architecture."""
+
+CANDIDATES = (
+    *(replace(variant, form="fp8") for variant in SHIPPED),
+    *(replace(variant, form="bf16") for variant in SHIPPED),
+)
+"""Variants that compile but that no GPU has run: not installed, never chosen."""
 
 
 def choose(batch: int, heads: int) -> Variant:

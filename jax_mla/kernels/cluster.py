@@ -6,9 +6,11 @@ import cutlass
 from cutlass import Int64, cute
 
 from jax_mla.kernels import ptx
+from jax_mla.kernels.convert import rounded, store_values
 from jax_mla.kernels.insert import insert_row
+from jax_mla.kernels.pair_order import column
 from jax_mla.kernels.plan import SharedPlan
-from jax_mla.rules import KV_RANK, NOPE, ROPE
+from jax_mla.rules import KV_RANK, NOPE, Q_RANK, ROPE
 from jax_mla.variants import THREADS, Variant
 
 WARPS = THREADS // 32
@@ -18,11 +20,13 @@ class ClusterQuery:
     """A kernel in which a cluster of C CTAs computes one head's queries for T tokens.
 
     CTA `part` owns nope rows 128/C * part.., rope rows 64/C * part.. of Q_B and latent columns
-    512/C * part.. of W_UK: the same work for every CTA.
+    512/C * part.. of W_UK: the same work for every CTA. In the general forms, whose kernels get
+    `options`, rope rows are counted in the pair order of the style.
     """
 
     def __init__(self, variant: Variant):
         self.tokens, self.cluster = variant.tokens, variant.cluster
+        self.bf16 = variant.form == "bf16"
         self.nope, self.rope = NOPE // self.cluster, ROPE // self.cluster
         self.rows = self.nope + self.rope
         self.latent = KV_RANK // self.cluster
@@ -38,6 +42,34 @@ class ClusterQuery:
             ptx.copy_async_16(uk + p * stride + 8 * j, source + p * KV_RANK + 8 * j)
         cute.arch.cp_async_commit_group()
 
+    def rope_row(self, options, row):
+        """Row of a head of Q_B, 128 to 191, that is taken as rope row `row`."""
+        if options is None:
+            return row
+        return NOPE + column((row - NOPE) // 2, row % 2, options.style)
+
+    def load_inverse(self, q_scale):
+        """1/q_scale, which queries are multiplied by; None where they are stored as bf16."""
+        return None if self.bf16 else ptx.reciprocal(ptx.load_global_f32(q_scale))
+
+    @cute.jit
+    def write_latent(
+        self, options, chunks, distance: cutlass.Constexpr, token, column, heads, part, head
+    ):
+        """Writes a thread's share of a token's normed query latent, if a result is wanted.
+
+        Of the CTAs that hold the token, number c writes chunk c, eight floats at `column` +
+        `distance` * c, and the last one all chunks from its own on.
+        """
+        cta, last = head * self.cluster + part, heads * self.cluster - 1
+        if options.q_latent.toint() != 0:
+            out = options.q_latent + (Int64(token) * Q_RANK + column)
+            for c in cutlass.range_constexpr(len(chunks)):
+                if cutlass.min(c, last) == cta:
+                    # Rounded once more: a store of the MMA's fragments themselves would make the
+                    # compiler hold them in its order, and move them before each MMA.
+                    store_values(out + distance * c, rounded(chunks[c], None), None)
+
     @cute.jit
     def prefetch_kv_norm(self, kv_norm, tid):
         """Brings kv_norm to L2, so that the insert does not wait for memory."""
@@ -46,14 +78,14 @@ class ClusterQuery:
 
     @cute.jit
     def insert(
-        self, qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, first, heads,
-        part, head, warp, lane,
+        self, qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options, first,
+        heads, part, head, warp, lane,
     ):  # fmt: skip
         """Inserts the tile's KV rows, a warp a token, spread over all CTAs of the tile."""
         ctas = heads * self.cluster
         for i in range(head * self.cluster + part + warp * ctas, self.tokens, WARPS * ctas):
             if first + i < batch:
                 insert_row(
-                    qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, first + i,
-                    lane,
+                    qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options,
+                    self.bf16, first + i, lane,
                 )  # fmt: skip

@@ -11,6 +11,7 @@ from cutlass import BFloat16, Constexpr, Float32, Int32, Int64, Uint8, cute
 from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
 from cutlass.cute.runtime import make_ptr
 
+from jax_mla.kernels.options import Options
 from jax_mla.kernels.resident import ResidentQuery
 from jax_mla.kernels.small import SmallQuery
 from jax_mla.kernels.tiled import TiledQuery
@@ -50,12 +51,13 @@ def launch(
     cache_rows: Int64,
     batch: Int32,
     eps: Float32,
+    options: Options | None,
     stream: cuda.CUstream,
 ):
     """Launches one kernel; only its device code is kept, the grid here is a placeholder."""
     query.kernel(
         qkv, q_norm, kv_norm, w_qb, w_uk, cache, slots, q_scale, k_scale, q,
-        stride, cache_rows, batch, eps,
+        stride, cache_rows, batch, eps, options,
     ).launch(
         grid=[query.cluster, 1, 1],
         block=[THREADS, 1, 1],
@@ -78,16 +80,22 @@ def compile_kernel(variant: Variant, arch: str) -> Compiled:
         # Never followed: any non-null, aligned address will do.
         return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=16)
 
+    options = None
+    if variant.form != "plain":
+        options = Options(
+            pointer(Float32), pointer(Int32), pointer(BFloat16), Int32(1), Int32(1), Int32(1)
+        )
     arguments = [
         *[pointer(BFloat16)] * 5,
         pointer(Uint8),
         pointer(Int32),
         *[pointer(Float32)] * 2,
-        pointer(Uint8),
+        pointer(BFloat16 if variant.form == "bf16" else Uint8),
         Int64(1),
         Int64(1),
         Int32(1),
         Float32(1),
+        options,
         cuda.CUstream(0),
     ]
     with tempfile.TemporaryDirectory() as folder:

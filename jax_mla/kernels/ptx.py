@@ -39,6 +39,28 @@ def load_global_i32(pointer):
     )
 
 
+def load_global_b16(pointer):
+    """ld.global.b16: one 16-bit word."""
+    return inline_ptx(
+        "ld.global.b16 {$w0}, [{$r0}];", write_only_types=[Uint16], read_only_args=[pointer]
+    )
+
+
+def load_global_b32_if(condition, pointer, dtype):
+    """@p ld.global.b32: one `dtype`; where `condition` is 0, 0 and no access.
+
+    Predicated, not branched around: the compiler waits for the word where it is used.
+    """
+    return inline_ptx(
+        "{ .reg .pred p;"
+        " setp.ne.b32 p, {$r0}, 0;"
+        " mov.b32 {$w0}, 0;"
+        " @p ld.global.b32 {$w0}, [{$r1}]; }",
+        write_only_types=[dtype],
+        read_only_args=[condition, pointer],
+    )
+
+
 def load_global_f32(pointer):
     """ld.global.b32: one float32."""
     return inline_ptx(
@@ -95,6 +117,11 @@ def store_shared_16(pointer, words):
 def store_shared_f32x2(pointer, x, y):
     """st.shared.v2.b32: two float32."""
     inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[pointer, x, y])
+
+
+def store_global_b8(pointer, bits):
+    """st.global.b8: the lowest byte of a 16-bit word."""
+    inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[pointer, bits])
 
 
 def store_global_b16(pointer, bits):

@@ -16,7 +16,10 @@ from jax_mla.kernels.convert import (
     rounded,
     store_values,
 )
+from jax_mla.kernels.options import Options
+from jax_mla.kernels.pair_order import NONE, PAIRS
 from jax_mla.kernels.plan import q_row
+from jax_mla.kernels.rope import load_angle, load_position, rotate, store_pair, table_row
 from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK
 from jax_mla.variants import Variant
 
@@ -44,9 +47,10 @@ class ResidentQuery(ClusterQuery):
     64 w.. of W_UK. Weights go from global memory straight into MMA fragments, each once.
 
     Fixed at build: tokens T (a multiple of 16).
-    Free at run time: batch, heads, row stride of qkv, cache size, eps.
+    Free at run time: batch, heads, row stride of qkv, cache size, eps, options.
     Reads  all of a head's w_qb and w_uk, T whole query latents: once each.
-    Writes q: every byte by one thread; cache: a row by one warp (insert).
+    Writes q: every byte by one thread; cache: a row by one warp (insert); q_latent: a value by one
+        thread (write_latent).
     Sync   Block barriers: after the tokens are normed, after the nope values are stored.
     """
 
@@ -61,7 +65,7 @@ class ResidentQuery(ClusterQuery):
         self.nope_at = self.shared.add(self.tokens * NOPE_STRIDE * 2)
 
     @cute.jit
-    def norm(self, qkv, q_norm, x, stride, first, batch, eps, warp, lane):
+    def norm(self, qkv, q_norm, x, stride, options, first, batch, eps, heads, head, warp, lane):
         """bf16(x * r * gamma) of every token to shared memory, a warp a token."""
         at = 8 * lane
         gamma = [ptx.load_constant_16(q_norm + (256 * c + at)) for c in range(6)]
@@ -74,18 +78,25 @@ class ResidentQuery(ClusterQuery):
             ]
             words = [[ptx.load_global_16(row + 256 * c) for c in range(6)] for row in rows]
             for token, chunks in zip(tokens, words, strict=True):
-                self.norm_token(chunks, gamma, x + (token * X_STRIDE + at), eps)
+                normed = self.norm_token(chunks, gamma, x + (token * X_STRIDE + at), eps)
+                if cutlass.const_expr(options is not None):
+                    if first + token < batch:
+                        self.write_latent(options, normed, 256, first + token, at, heads, 0, head)
 
     def norm_token(self, chunks, gamma, out, eps):
-        """One token by one warp: a lane holds eight columns of each 256."""
+        """One token by one warp: a lane holds, and returns, eight columns of each 256."""
         chains = new_chains()
         for chunk in chunks:
             values = floats(chunk)
             chains = dot(values, values, chains)
         total = cute.arch.warp_reduction_sum(chain_sum(chains))
         r = ptx.rsqrt(cute.math.fma(total, Float32(1 / Q_RANK), eps))
+        normed = []
         for c, chunk in enumerate(chunks):
-            ptx.store_shared_16(out + 256 * c, normed_words(floats(chunk), r, floats(gamma[c])))
+            words = normed_words(floats(chunk), r, floats(gamma[c]))
+            ptx.store_shared_16(out + 256 * c, words)
+            normed.append(floats(words))
+        return normed
 
     def multiply_chunk(self, acc, window, c, x, column, lane):
         """acc[m, n] += 32 columns of the tokens times 24 rows of Q_B, which window[c] holds."""
@@ -101,10 +112,14 @@ class ResidentQuery(ClusterQuery):
                     for i in range(4):
                         acc[m, n, i] = sums[i]
 
-    def qb_rows(self, w_qb, head, warp, lane):
+    def qb_rows(self, w_qb, options, head, warp, lane):
         """Where this lane's fragments of the warp's 24 rows of Q_B start."""
         group = lane // 4
-        rows = [16 * warp + group, 16 * warp + 8 + group, NOPE + 8 * warp + group]
+        rows = [
+            16 * warp + group,
+            16 * warp + 8 + group,
+            self.rope_row(options, NOPE + 8 * warp + group),
+        ]
         return [w_qb + ((Int64(head) * HEAD_ROWS + row) * Q_RANK + 8 * (lane % 4)) for row in rows]
 
     @cute.jit
@@ -130,6 +145,29 @@ class ResidentQuery(ClusterQuery):
             words = ptx.load_constant_16(row + column)
             for i in range(4):
                 window[c, n, i] = words[i]
+
+    def load_position(self, options, first, batch, tid):
+        """Position of token tid of the tile, modulo its size."""
+        if options is None:
+            return None
+        return load_position(options, cutlass.min(first + tid % self.tokens, batch - 1))
+
+    @cute.jit
+    def prefetch_table(self, options, position, tid):
+        """Brings the tile's rows of the table to L2, two lines of cosines and of sines each."""
+        if cutlass.const_expr(options is not None):
+            if (options.style != NONE) & (tid < 2 * self.tokens):
+                ptx.prefetch_l2(table_row(options, position) + tid // self.tokens * PAIRS)
+
+    def load_angles(self, options, first, batch, warp, lane):
+        """(cos, sin) of this lane's pair for its tokens lane // 4 + 8 i, [i]."""
+        if options is None:
+            return None
+        tokens = [
+            cutlass.min(first + lane // 4 + 8 * i, batch - 1) for i in range(2 * self.m_tiles)
+        ]
+        positions = [load_position(options, token) for token in tokens]
+        return [load_angle(options, position, 4 * warp + lane % 4) for position in positions]
 
     def load_uk(self, w_uk, head, k, warp, lane):
         """Nope rows 16 k + 2 quarter + {0, 1, 8, 9}, the lane's eight latent columns of each."""
@@ -175,6 +213,7 @@ class ResidentQuery(ClusterQuery):
         cache_rows: Int64,
         batch: Int32,
         eps: Float32,
+        options: Options | None,
     ):
         tid, _, _ = cute.arch.thread_idx()
         _, block_head, block_tile = cute.arch.block_idx()
@@ -190,18 +229,21 @@ class ResidentQuery(ClusterQuery):
 
         # Weights before the wait: a launch that overlaps the previous kernel, which the launcher
         # chooses and by default does not, promises that it did not write them.
-        rows = self.qb_rows(w_qb, head, warp, lane)
+        rows = self.qb_rows(w_qb, options, head, warp, lane)
         window = cute.make_rmem_tensor((AHEAD, TILES, 4), Uint32)
         for c in cutlass.range_constexpr(AHEAD):
             self.load_chunk(window, c, rows, 32 * c)
         self.prefetch_kv_norm(kv_norm, tid)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        self.norm(qkv, q_norm, x, stride, first, batch, eps, warp, lane)
+        position = self.load_position(options, first, batch, tid)
+        self.norm(qkv, q_norm, x, stride, options, first, batch, eps, heads, head, warp, lane)
+        self.prefetch_table(options, position, tid)
         cute.arch.sync_threads()
         acc = self.project(rows, window, x, lane)
         uk_window = [self.load_uk(w_uk, head, k, warp, lane) for k in range(UK_AHEAD)]
-        inverse = ptx.reciprocal(ptx.load_global_f32(q_scale))
+        angles = self.load_angles(options, first, batch, warp, lane)
+        inverse = self.load_inverse(q_scale)
         for m in cutlass.range_constexpr(self.m_tiles):
             for half in cutlass.range_constexpr(2):
                 token = 16 * m + lane // 4 + 8 * half
@@ -213,12 +255,14 @@ class ResidentQuery(ClusterQuery):
                     column = 16 * warp + 8 * n + 2 * (lane % 4)
                     ptx.store_shared_b32(nope + (token * NOPE_STRIDE + column), words[n])
                 if first + token < batch:
-                    store_values(
-                        q_row(q, first + token, heads, head)
-                        + (KV_RANK + 8 * warp + 2 * (lane % 4)),
-                        floats(words[TILES - 1 :]),
-                        inverse,
-                    )
+                    out = q_row(q, first + token, heads, head)
+                    word = words[TILES - 1]
+                    if cutlass.const_expr(options is None):
+                        out = out + (KV_RANK + 8 * warp + 2 * (lane % 4))
+                        store_values(out, floats([word]), inverse)
+                    else:
+                        word = rotate(options, word, angles[2 * m + half])
+                        store_pair(options, out + KV_RANK, 4 * warp + lane % 4, word, inverse)
         cute.arch.sync_threads()
         sums = self.absorb(nope, w_uk, uk_window, head, warp, lane)
         for m in cutlass.range_constexpr(self.m_tiles):
@@ -234,6 +278,6 @@ class ResidentQuery(ClusterQuery):
                         inverse,
                     )
         self.insert(
-            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, first, heads, 0,
-            head, warp, lane,
+            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options, first,
+            heads, 0, head, warp, lane,
         )  # fmt: skip

@@ -10,7 +10,6 @@ from jax_mla.kernels.cluster import WARPS, ClusterQuery
 from jax_mla.kernels.convert import (
     chain_sum,
     dot,
-    e4m3_words,
     floats,
     fma_pair,
     new_chains,
@@ -18,7 +17,9 @@ from jax_mla.kernels.convert import (
     rounded,
     store_values,
 )
+from jax_mla.kernels.options import Options
 from jax_mla.kernels.plan import q_row
+from jax_mla.kernels.rope import load_angle, load_position, rotate, store_pair
 from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK
 from jax_mla.variants import THREADS, Variant
 
@@ -30,10 +31,11 @@ class SmallQuery(ClusterQuery):
     """The query and KV row of one token and one head, by a cluster.
 
     Fixed at build: cluster size C.
-    Free at run time: batch (a cluster a token and head), heads, row stride of qkv, cache size, eps.
+    Free at run time: batch (a cluster a token and head), heads, row stride of qkv, cache size, eps,
+        options.
     Reads  its own part of w_qb and w_uk once; the token's query latent once a warp.
     Writes q: latent columns and rope columns of its part, every byte by one thread; cache: a row by
-        one warp (insert_row).
+        one warp (insert_row); q_latent: a value by one thread (write_latent).
     Sync   rows_full: the bulk copies of the CTA's Q_B rows have landed.
         nope_full: all C CTAs' nope values have landed here (st.async).
         cluster phase 1: rows_full is initialised before the CTA's other threads wait for it, and
@@ -60,17 +62,22 @@ class SmallQuery(ClusterQuery):
         self.rows_full_at = self.shared.add(8)
         self.nope_full_at = self.shared.add(8)
 
-    def copy_w_qb(self, w_qb, qb, rows_full, part, head):
+    def copy_w_qb(self, w_qb, qb, rows_full, options, part, head):
         """One thread starts the copies of this CTA's nope rows and rope rows of Q_B."""
         head_qb = w_qb + Int64(head) * (HEAD_ROWS * Q_RANK)
         nope_size, rope_size = self.nope * Q_RANK * 2, self.rope * Q_RANK * 2
         ptx.copy_bulk(qb, head_qb + part * self.nope * Q_RANK, nope_size, rows_full)
-        ptx.copy_bulk(
-            qb + self.nope * Q_RANK,
-            head_qb + (NOPE + part * self.rope) * Q_RANK,
-            rope_size,
-            rows_full,
-        )
+        # In the pair order neighbouring rows may be far apart.
+        runs = 1 if options is None else self.rope
+        for run in range(runs):
+            place = run * (self.rope // runs)
+            row = self.rope_row(options, NOPE + part * self.rope + place)
+            ptx.copy_bulk(
+                qb + (self.nope + place) * Q_RANK,
+                head_qb + row * Q_RANK,
+                rope_size // runs,
+                rows_full,
+            )
 
     def normed(self, row, gamma, eps, lane):
         """The token's normed query latent, [chunk] of eight values; each warp for itself."""
@@ -144,6 +151,7 @@ class SmallQuery(ClusterQuery):
         cache_rows: Int64,
         batch: Int32,
         eps: Float32,
+        options: Options | None,
     ):
         tid, _, _ = cute.arch.thread_idx()
         part, head, token = cute.arch.block_idx()
@@ -166,7 +174,7 @@ class SmallQuery(ClusterQuery):
             cute.arch.mbarrier_init_fence()
             cute.arch.mbarrier_arrive_and_expect_tx(rows_full, self.rows * Q_RANK * 2)
             cute.arch.mbarrier_arrive_and_expect_tx(nope_full, NOPE * 4)
-            self.copy_w_qb(w_qb, qb, rows_full, part, head)
+            self.copy_w_qb(w_qb, qb, rows_full, options, part, head)
         cute.arch.cluster_arrive_relaxed()
         self.prefetch_kv_norm(kv_norm, tid)
         self.copy_w_uk(w_uk, uk, self.latent, part, head, tid)
@@ -174,12 +182,19 @@ class SmallQuery(ClusterQuery):
 
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        inverse = ptx.reciprocal(ptx.load_global_f32(q_scale))
+        if cutlass.const_expr(options is not None):
+            position = load_position(options, token)
+        inverse = self.load_inverse(q_scale)
         x = self.normed(qkv + Int64(token) * stride, gamma, eps, lane)
+        if cutlass.const_expr(options is not None):
+            pair = part * (self.rope // 2) + tid % (self.rope // 2)
+            angle = load_angle(options, position, pair)
+            if warp == 0:
+                self.write_latent(options, x, 256, token, 8 * lane, heads, part, head)
         # The KV row while the weights are on their way.
         self.insert(
-            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, token, heads, part,
-            head, warp, lane,
+            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options, token,
+            heads, part, head, warp, lane,
         )  # fmt: skip
         cute.arch.cluster_wait()
         cute.arch.mbarrier_wait(rows_full, 0)
@@ -188,10 +203,14 @@ class SmallQuery(ClusterQuery):
         cute.arch.sync_threads()
         self.send_nope(row_values, nope_values, nope_full, part, tid)
         out = q_row(q, token, heads, head)
-        if 4 * tid < self.rope:
-            rope = [row_values[self.nope + 4 * tid + k] for k in range(4)]
-            ptx.store_global(
-                out + (KV_RANK + part * self.rope + 4 * tid), e4m3_words(rope, inverse)
-            )
+        if cutlass.const_expr(options is None):
+            if 4 * tid < self.rope:
+                rope = [row_values[self.nope + 4 * tid + k] for k in range(4)]
+                store_values(out + (KV_RANK + part * self.rope + 4 * tid), rope, inverse)
+        else:
+            if 2 * tid < self.rope:
+                rope = [row_values[self.nope + 2 * tid + k] for k in range(2)]
+                word = rotate(options, ptx.pack_bf16(*rope), angle)
+                store_pair(options, out + KV_RANK, pair, word, inverse)
         cute.arch.mbarrier_wait(nope_full, 0)
         self.absorb(nope_values, uk, sums, out, inverse, part, tid)

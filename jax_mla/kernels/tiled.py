@@ -16,7 +16,9 @@ from jax_mla.kernels.convert import (
     rounded,
     store_values,
 )
+from jax_mla.kernels.options import Options
 from jax_mla.kernels.plan import q_row
+from jax_mla.kernels.rope import load_angle, load_position, rotate, store_pair
 from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK
 from jax_mla.variants import THREADS, Variant
 
@@ -42,10 +44,10 @@ class TiledQuery(ClusterQuery):
 
     Fixed at build: tokens T (8, 16 or 32), cluster size C; each CTA owns 128/C nope and 64/C rope
         rows of Q_B and 512/C latent columns.
-    Free at run time: batch, heads, row stride of qkv, cache size, eps.
+    Free at run time: batch, heads, row stride of qkv, cache size, eps, options.
     Reads  its own part of w_qb and w_uk once, T whole query latents straight into MMA fragments.
     Writes q: latent columns and rope columns of its part, every byte by one thread; cache: a row by
-        one warp (insert).
+        one warp (insert); q_latent: a value by one thread (write_latent).
     Sync   full[slot]: the bulk copies into the slot have landed; phase: how often it was filled.
         nope_full: all C CTAs' nope blocks have landed here (st.async).
         cluster phase 1: nope_full of every peer is initialised and every CTA has read its rows of
@@ -97,7 +99,7 @@ class TiledQuery(ClusterQuery):
         return item % len(self.slots_at), item // len(self.slots_at) % 2
 
     @cute.jit
-    def fill(self, item: cutlass.Constexpr, w_qb, w_uk, base, part, head, lane):
+    def fill(self, item: cutlass.Constexpr, w_qb, w_uk, options, base, part, head, lane):
         """One warp starts the copies of an item into its slot."""
         slot, _ = self.item_place(item)
         full = self.shared.view(base, self.full_at[slot], Uint64)
@@ -110,6 +112,7 @@ class TiledQuery(ClusterQuery):
                 row = part * self.nope + item * BLOCK_NOPE + lane
                 if lane >= BLOCK_NOPE:
                     row = NOPE + part * self.rope + item * BLOCK_ROPE + lane - BLOCK_NOPE
+                    row = self.rope_row(options, row)
                 source = w_qb + (Int64(head) * HEAD_ROWS + row) * Q_RANK
                 ptx.copy_bulk(place + lane * QB_STRIDE, source, Q_RANK * 2, full)
         elif cutlass.const_expr(not self.at_once and item < self.blocks + self.pieces):
@@ -198,11 +201,16 @@ class TiledQuery(ClusterQuery):
                 item = warp * self.partial_items + (n * self.halves + half) * 32 + lane
                 ptx.store_shared_f32x2(partial + 2 * item, *sums[n][2 * half : 2 * half + 2])
 
+    def fragment_token(self, m, tid):
+        """Token of the tile whose sums of token tile m a thread adds up."""
+        return 16 * m + tid % 32 // 4 + 8 * (tid // 32 % self.halves)
+
     @cute.jit
     def reduce(
-        self, partial, nope, q, inverse, m: cutlass.Constexpr, first, batch, heads, rope, head, tid
-    ):
-        """Sums the warps' products in a fixed order: nope values to `nope`, rope bytes to q."""
+        self, partial, nope, q, inverse, options, angle, m: cutlass.Constexpr, first, batch, heads,
+        rope, head, tid,
+    ):  # fmt: skip
+        """Sums the warps' products in a fixed order: nope values to `nope`, rope values to q."""
         if tid < self.partial_items:
             lane, fragment = tid % 32, tid // 32
             tile, half = fragment // self.halves, fragment % self.halves
@@ -215,8 +223,37 @@ class TiledQuery(ClusterQuery):
             if tile < TILES - 1:
                 ptx.store_shared_b32(nope + (token * self.nope_stride + 8 * tile + column), word)
             elif first + token < batch:
-                out = q_row(q, first + token, heads, head) + (KV_RANK + rope + column)
-                store_values(out, floats([word]), inverse)
+                out = q_row(q, first + token, heads, head)
+                if cutlass.const_expr(options is None):
+                    out = out + (KV_RANK + rope + column)
+                    store_values(out, floats([word]), inverse)
+                else:
+                    word = rotate(options, word, angle)
+                    store_pair(options, out + KV_RANK, (rope + column) // 2, word, inverse)
+
+    def load_positions(self, options, first, batch, tid):
+        """Positions of the tokens whose rope values this thread adds up, [token tile]."""
+        if options is None:
+            return None
+        tokens = [first + self.fragment_token(m, tid) for m in range(self.m_tiles)]
+        return [load_position(options, cutlass.min(token, batch - 1)) for token in tokens]
+
+    def load_angles(self, options, positions, item, part, lane):
+        """(cos, sin) of this thread's pair of a block at those positions, [token tile]."""
+        if options is None:
+            return [None] * self.m_tiles
+        pair = (part * self.rope + item * BLOCK_ROPE) // 2 + lane % 4
+        return [load_angle(options, position, pair) for position in positions]
+
+    @cute.jit
+    def write_latents(self, options, x, first, batch, heads, part, head, warp, lane):
+        """Writes this warp's slice of the normed query latents."""
+        for i in cutlass.range_constexpr(self.lane_rows):
+            token = first + lane // 4 + 8 * i
+            if token < batch:
+                chunks = [floats(x[c][i]) for c in range(CHUNKS)]
+                column = SLICE * warp + 8 * (lane % 4)
+                self.write_latent(options, chunks, 32, token, column, heads, part, head)
 
     @cute.jit
     def send_nope(self, nope, block, nope_full, part, tid):
@@ -281,6 +318,7 @@ class TiledQuery(ClusterQuery):
         cache_rows: Int64,
         batch: Int32,
         eps: Float32,
+        options: Options | None,
     ):
         tid, _, _ = cute.arch.thread_idx()
         part, head, tile = cute.arch.block_idx()
@@ -307,7 +345,7 @@ class TiledQuery(ClusterQuery):
                 cute.arch.mbarrier_arrive_and_expect_tx(nope_full, self.tokens * NOPE * 2)
             cute.arch.sync_warp()
             for item in cutlass.range_constexpr(len(self.slots_at)):
-                self.fill(item, w_qb, w_uk, base, part, head, lane)
+                self.fill(item, w_qb, w_uk, options, base, part, head, lane)
         if cutlass.const_expr(self.at_once):
             self.copy_w_uk(
                 w_uk, self.shared.view(base, self.uk_at, BFloat16), self.piece + 8, part, head, tid
@@ -316,19 +354,23 @@ class TiledQuery(ClusterQuery):
 
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        positions = self.load_positions(options, first, batch, tid)
         words = self.load_tokens(qkv, stride, first, batch, warp, lane)
-        inverse = ptx.reciprocal(ptx.load_global_f32(q_scale))
+        inverse = self.load_inverse(q_scale)
         if tid < Q_RANK // 8:
             ptx.store_shared_16(gamma + 8 * tid, norm_words)
         self.square_sums(words, squares, warp, lane)
         cute.arch.sync_threads()
         x = self.normed(words, squares, gamma, eps, warp, lane)
+        if cutlass.const_expr(options is not None):
+            self.write_latents(options, x, first, batch, heads, part, head, warp, lane)
         # KV rows while the weights are on their way.
         self.insert(
-            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, first, heads, part,
-            head, warp, lane,
+            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options, first,
+            heads, part, head, warp, lane,
         )  # fmt: skip
         for item in cutlass.range_constexpr(self.blocks):
+            angles = self.load_angles(options, positions, item, part, lane)
             sums = self.project(x, self.wait_for(item, base), warp, lane)
             for m in cutlass.range_constexpr(self.m_tiles):
                 turn = (item * self.m_tiles + m) % self.buffers
@@ -341,10 +383,10 @@ class TiledQuery(ClusterQuery):
                 if cutlass.const_expr(m == 0):
                     if warp == 0:
                         following = item + len(self.slots_at)
-                        self.fill(following, w_qb, w_uk, base, part, head, lane)
+                        self.fill(following, w_qb, w_uk, options, base, part, head, lane)
                 self.reduce(
-                    buffer, block + item * BLOCK_NOPE, q, inverse, m, first, batch, heads,
-                    part * self.rope + item * BLOCK_ROPE, head, tid,
+                    buffer, block + item * BLOCK_NOPE, q, inverse, options, angles[m], m, first,
+                    batch, heads, part * self.rope + item * BLOCK_ROPE, head, tid,
                 )  # fmt: skip
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
