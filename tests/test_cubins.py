@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from build_modules import build_module
 
 import jax_mla
 from jax_mla.variants import ABI, ARCHS, SHIPPED, THREADS
@@ -22,18 +20,6 @@ SHARED_BYTES = 232_448
 """What a CTA may opt in to on compute capability 9.0 and 10.x."""
 SM_SHARED_BYTES = 233_472
 SM_REGISTERS = 65_536
-
-
-def build_module(name: str) -> ModuleType:
-    """Loads a module that only the build uses, from the source tree."""
-    path = Path(__file__).parents[1] / "jax_mla" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"jax_mla_build_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 sass = build_module("sass")
