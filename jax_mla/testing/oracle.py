@@ -91,17 +91,19 @@ def _rms_norm(x: Doubles, weight: Doubles, eps: float) -> Doubles:
 
 
 def _rotated(x: Doubles, rope: Rope) -> Doubles:
-    """Multiplies pairs of x [..., B, R], as complex numbers, by cos + i sin."""
+    """Turns pairs of x [..., B, R] by the angles of their positions."""
     table, positions = np.asarray(rope.cos_sin).astype(np.float64), np.asarray(rope.positions)
-    half = table.shape[1] // 2
+    pairs = table.shape[1] // 2
     angles = table[np.clip(positions, 0, len(table) - 1)]
-    interleaved = rope.style == "interleaved"
-    first, second = (np.s_[..., 0::2], np.s_[..., 1::2]) if interleaved else (
-        np.s_[..., :half], np.s_[..., half:]
-    )  # fmt: skip
-    product = (x[first] + 1j * x[second]) * (angles[:, :half] + 1j * angles[:, half:])
+    cos, sin = angles[:, :pairs], angles[:, pairs:]
+    places = np.arange(2 * pairs)
+    if rope.style == "interleaved":
+        first, second = places[0::2], places[1::2]
+    else:
+        first, second = places[:pairs], places[pairs:]
     rotated = np.empty_like(x)
-    rotated[first], rotated[second] = product.real, product.imag
+    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+    rotated[..., second] = x[..., second] * cos + x[..., first] * sin
     return round_to_bf16(rotated)
 
 
