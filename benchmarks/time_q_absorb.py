@@ -124,7 +124,11 @@ def main() -> None:
     options = parse()
     if (found := jax.default_backend()) != "gpu":
         raise SystemExit(f"timing needs an NVIDIA GPU, JAX found {found}. Run `python -m jax_mla`.")
-    keys = [v.key for v in variants.SHIPPED] if options.variants == ["all"] else options.variants
+    keys = (
+        [v.key for v in variants.PLAIN_VARIANTS]
+        if options.variants == ["all"]
+        else options.variants
+    )
     facts = environment(options.commit) | {"clocks_before": clocks()}
     alone = options.alone or bool(keys)
     workloads = [

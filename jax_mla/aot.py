@@ -1,6 +1,6 @@
 """Compiles every kernel ahead of time: cubins and the manifest that describes them.
 
-    python jax_mla/aot.py --out DIRECTORY [--jobs N] [--arch ARCH ...] [--candidates]
+    python jax_mla/aot.py --out DIRECTORY [--jobs N] [--arch ARCH ...]
 
 Runs in the build only, needs nvidia-cutlass-dsl[cu13] and no GPU. Each cubin is linted
 (`jax_mla.sass`); the directory appears whole or not at all. The PTX of each kernel lies beside its
@@ -32,7 +32,7 @@ if "jax_mla" not in sys.modules:
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != SOURCE]
 
 from jax_mla import sass  # noqa: E402
-from jax_mla.variants import ABI, ARCHS, CANDIDATES, SHIPPED, THREADS, Variant  # noqa: E402
+from jax_mla.variants import ABI, ARCHS, SHIPPED, THREADS, Variant  # noqa: E402
 
 COMPILER = ("13.4",)
 """Compilers (CUDA versions inside the DSL) whose code passed the GPU tests."""
@@ -91,10 +91,10 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def build(out: Path, variants: tuple[Variant, ...], archs: tuple[str, ...], jobs: int) -> None:
+def build(out: Path, archs: tuple[str, ...], jobs: int) -> None:
     """Writes cubins and manifest.json to `out`, replacing it."""
     compiler = require_compiler()
-    todo = [(variant, arch) for arch in archs for variant in variants]
+    todo = [(variant, arch) for arch in archs for variant in SHIPPED[arch]]
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=out.name, dir=out.parent))
     start = time.monotonic()
@@ -131,10 +131,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--arch", nargs="+", default=list(ARCHS), choices=ARCHS)
-    parser.add_argument("--candidates", action="store_true", help="those, not what is shipped")
     arguments = parser.parse_args()
-    variants = CANDIDATES if arguments.candidates else SHIPPED
-    build(arguments.out.resolve(), variants, tuple(arguments.arch), arguments.jobs)
+    build(arguments.out.resolve(), tuple(arguments.arch), arguments.jobs)
 
 
 if __name__ == "__main__":

@@ -253,4 +253,8 @@ def supported(
     device = device or jax.local_devices()[0]
     if device.platform != "gpu":
         return f"{device} is no NVIDIA GPU: kernels are shipped for NVIDIA GPUs only."
-    return variants.unsupported_reason(form) or runtime.unsupported_reason(device.local_hardware_id)
+    return (
+        variants.unsupported_reason(form)
+        or variants.unproven_reason(form)
+        or runtime.unsupported_reason(device.local_hardware_id)
+    )

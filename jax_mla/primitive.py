@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_mla import reference, rules, runtime, variants
 from jax_mla.errors import UnsupportedError
-from jax_mla.formats import Form
+from jax_mla.formats import STYLES, Form
 
 OPERANDS = ("qkv", "q_norm", "kv_norm", "w_qb", "w_uk", "cache", "slots", "q_scale", "k_scale")
 ROPE_OPERANDS = ("cos_sin", "positions")
@@ -120,7 +120,7 @@ def _refuse_global_arrays(names: Iterable[str], specs: Iterable[P]) -> None:
 
 
 def _kernel(*operands: jax.Array, form: Form, key: str, eps: float) -> Sequence[jax.Array]:
-    problem = rules.problem_of(dict(zip(OPERANDS, operands, strict=True)), form)
+    problem = rules.problem_of(dict(zip(_names(form), operands, strict=True)), form)
     if problem.columns % 8:  # the kernels read 16 aligned bytes at a time
         qkv = operands[_QKV][:, : form.geometry.qkv_columns]
         operands = (*operands[:_QKV], qkv, *operands[_QKV + 1 :])
@@ -129,8 +129,16 @@ def _kernel(*operands: jax.Array, form: Form, key: str, eps: float) -> Sequence[
         jax.ShapeDtypeStruct((problem.batch, problem.heads, form.geometry.row), form.q_dtype),
         jax.ShapeDtypeStruct(cache.shape, cache.dtype),
     ]
+    if form.q_latent:
+        results.append(jax.ShapeDtypeStruct((problem.batch, form.geometry.q_rank), jnp.bfloat16))
     call = jax.ffi.ffi_call(runtime.TARGET, results, input_output_aliases={_CACHE: 1})
-    return call(*operands, kernel=key, abi=np.int32(variants.ABI), eps=np.float32(eps))
+    attributes = {
+        "kernel": key,
+        "abi": np.int32(variants.ABI),
+        "eps": np.float32(eps),
+        "style": np.int32(STYLES.index(form.style) + 1 if form.style else 0),
+    }
+    return call(*operands, **attributes)
 
 
 def _usable_kernel(problem: rules.Problem, implementation: str) -> str | None:
@@ -138,11 +146,14 @@ def _usable_kernel(problem: rules.Problem, implementation: str) -> str | None:
 
     None, and a line in the log, where the reference has to stand in.
     """
-    cuda = backends().get("cuda")
+    unproven = variants.unproven_reason(problem.form)
     try:
         if reason := variants.unsupported_reason(problem.form):
             raise UnsupportedError(reason)
-        key = variants.choose(problem.batch, problem.heads).key
+        if unproven and implementation == "auto":
+            raise UnsupportedError(unproven)
+        key = variants.choose(problem.batch, problem.heads, problem.form).key
+        cuda = backends().get("cuda")
         for device in cuda.local_devices() if cuda else ():
             runtime.load(key, device.local_hardware_id)
     except UnsupportedError as error:
@@ -150,6 +161,8 @@ def _usable_kernel(problem: rules.Problem, implementation: str) -> str | None:
             raise
         _log.warning("q_absorb uses the reference instead of a kernel: %s", error)
         return None
+    if unproven:
+        _log.warning("q_absorb uses kernel %s, as asked: %s", key, unproven)
     return key
 
 

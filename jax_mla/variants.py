@@ -1,9 +1,9 @@
 """Which compiled kernel serves a call.
 
 A variant fixes only what the compiler must know: the algorithm, the tokens a cluster handles,
-the CTAs of a cluster and the form of the call. Batch and heads are run-time values, so a handful
-serves every call of a form. The choice depends on nothing but the call, so all ranks of a mesh
-choose alike and an exported program does not depend on the machine that traced it.
+the CTAs of a cluster and what the call computes. Batch and heads are run-time values, so a handful
+serves every call. The choice depends on nothing but the call, so all ranks of a mesh choose alike
+and an exported program does not depend on the machine that traced it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jax_mla.formats import E4M3, Form
+from jax_mla.formats import E4M3, PLAIN, Form
 from jax_mla.geometry import DEEPSEEK
 
-ABI = 1
+ABI = 2
 """Version of the kernel parameters and FFI attributes; a change breaks exported programs."""
-
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
-"""Targets that cubins are built for."""
 
 RUN_ON_HARDWARE = frozenset({"sm_90a"})
 """Those whose cubins a GPU has run."""
@@ -72,22 +69,41 @@ _TILED_ROUND = {
     Variant(kernel="tiled", cluster=1, tokens=32): 132,
 }
 
-SHIPPED = (SMALL, SMALL_WIDE, *_TILED_ROUND, RESIDENT)
-"""Every variant that is built, linted and installed, for each architecture."""
+PLAIN_VARIANTS = (SMALL, SMALL_WIDE, *_TILED_ROUND, RESIDENT)
+"""Those of the form "plain"; the other forms have the same ones."""
 
-CANDIDATES = (
-    *(replace(variant, form="fp8") for variant in SHIPPED),
-    *(replace(variant, form="bf16") for variant in SHIPPED),
+_GENERAL_VARIANTS = (
+    *(replace(variant, form="fp8") for variant in PLAIN_VARIANTS),
+    *(replace(variant, form="bf16") for variant in PLAIN_VARIANTS),
 )
-"""Variants that compile but that no GPU has run: not installed, never chosen."""
+
+SHIPPED = {
+    "sm_90a": PLAIN_VARIANTS + _GENERAL_VARIANTS,
+    "sm_100a": PLAIN_VARIANTS,
+    "sm_103a": PLAIN_VARIANTS,
+}
+"""Every variant that is built, linted and installed, by the target of its cubin."""
+
+ARCHS = tuple(SHIPPED)
+
+RUN_FORMS = frozenset({"plain"})
+"""Forms of variants that a GPU has run."""
 
 
-def choose(batch: int, heads: int) -> Variant:
+def choose(batch: int, heads: int, form: Form = PLAIN) -> Variant:
     """Returns the variant that serves `batch` tokens and `heads` heads on one device.
 
     More CTAs a head are faster as long as all clusters run in one round; of two tile sizes that do,
     the smaller one is. Measured on an H200 with cold weights (benchmarks/NOTES.md).
+
+    Args:
+        batch, heads: of the call.
+        form: what it computes, of the geometry that the kernels are compiled for.
     """
+    return replace(_fastest(batch, heads), form=variant_form(form))
+
+
+def _fastest(batch: int, heads: int) -> Variant:
     if batch <= 1 and heads < 48:
         # 16 CTAs a head where 8 would leave more than half of the SMs idle.
         return SMALL_WIDE if heads <= 7 else SMALL
@@ -98,23 +114,29 @@ def choose(batch: int, heads: int) -> Variant:
     return RESIDENT
 
 
+def variant_form(form: Form) -> Literal["plain", "fp8", "bf16"]:
+    """Returns the form of the variants that do what a call computes."""
+    if form.q_dtype != E4M3.dtype:
+        return "bf16"
+    return "plain" if form == PLAIN else "fp8"
+
+
 def unsupported_reason(form: Form) -> str | None:
-    """Says what of a call no shipped kernel does, or None when one does it all."""
-    lacking = [
-        what
-        for what, asked in (
-            (f"{form.geometry.name}'s geometry", form.geometry != DEEPSEEK),
-            ("RoPE", form.style is not None),
-            (f"{form.q_dtype} queries", form.q_dtype != E4M3.dtype),
-            (f"{form.cache.name} cache rows", form.cache != E4M3),
-            ("the query latent as a result", form.q_latent),
-        )
-        if asked
-    ]
-    if not lacking:
+    """Says why no shipped kernel does what a call computes, or None when one does."""
+    if form.geometry == DEEPSEEK:
         return None
     return (
-        f"no kernel is shipped for {' and '.join(lacking)}: kernels are for {DEEPSEEK.name}'s"
-        " geometry without RoPE, FP8 queries and FP8 cache rows."
-        ' Use implementation="reference" for plain jax.numpy.'
+        f"no kernel is shipped for the sizes of {form.geometry.name}, only for those of"
+        f' {DEEPSEEK.name}. Use implementation="reference" for plain jax.numpy.'
+    )
+
+
+def unproven_reason(form: Form) -> str | None:
+    """Says why "auto" does not use the kernel that there is, or None when it does."""
+    if variant_form(form) in RUN_FORMS:
+        return None
+    return (
+        "kernels for other calls than FP8 queries and cache rows without RoPE compile, and their"
+        " bytes are checked on CPUs, but no GPU has run them."
+        ' Use implementation="cuda" to run them all the same.'
     )

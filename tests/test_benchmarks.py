@@ -61,10 +61,10 @@ def test_the_readme_has_the_tables_of_what_is_committed() -> None:
 
 def test_the_table_of_models_says_what_the_gpu_tests_cover() -> None:
     lines = [re.split(r" *\| *", line)[1:-1] for line in support.table().splitlines()[2:]]
-    assert {cell for line in lines for cell in line[3:]} <= {"verified", "compiles", "reference"}
+    assert {cell for line in lines for cell in line[3:]} == {"verified", "compiles", "no"}
     kimi = [line for line in lines if line[0] == "Kimi-K3"]
     assert kimi == [
-        ["Kimi-K3", "1, 2, 4, 8, 16", "96, 48, 24, 12, 6", "verified", "reference", "reference"]
+        ["Kimi-K3", "1, 2, 4, 8, 16", "96, 48, 24, 12, 6", "verified", "compiles", "compiles"]
     ]
     for model, _, heads, *states in lines:
         for number in map(int, heads.split(", ")):
@@ -203,7 +203,7 @@ def test_a_missing_nvidia_smi_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         environment.gpu_query("name")
 
 
-@pytest.mark.parametrize("key", [variant.key for variant in variants.SHIPPED])
+@pytest.mark.parametrize("key", [variant.key for variant in variants.PLAIN_VARIANTS])
 def test_a_forced_variant_is_the_one_in_the_program(key: str) -> None:
     inputs = make_inputs(1, 2, pages=2, page_size=8)
     jitted = jax.jit(lambda x: jax_mla.q_absorb(**x, implementation="cuda"))

@@ -11,7 +11,7 @@ import pytest
 from build_modules import build_module
 
 import jax_mla
-from jax_mla.variants import ABI, ARCHS, SHIPPED, THREADS
+from jax_mla.variants import ABI, ARCHS, PLAIN_VARIANTS, SHIPPED, THREADS
 
 CUBINS = Path(jax_mla.__path__[0]) / "cubins"
 MANIFEST = json.loads((CUBINS / "manifest.json").read_text())
@@ -28,7 +28,7 @@ sass = build_module("sass")
 def test_the_manifest_lists_every_variant_for_every_arch() -> None:
     assert MANIFEST["abi"] == ABI
     found = {(entry["key"], entry["arch"]) for entry in KERNELS}
-    assert found == {(variant.key, arch) for variant in SHIPPED for arch in ARCHS}
+    assert found == {(variant.key, arch) for arch in ARCHS for variant in SHIPPED[arch]}
     assert len(KERNELS) == len(found)
 
 
@@ -39,17 +39,36 @@ def test_a_cubin_is_what_the_manifest_says(entry: dict[str, Any]) -> None:
     report = sass.lint(cubin)  # raises on spills, local memory and undefined uniform registers
     assert entry["shared_memory"] <= SHARED_BYTES
     assert report.registers == entry["registers"] <= SM_REGISTERS // THREADS
-    # Ten pointers, row stride, cache rows, batch, eps: what the FFI library passes.
+    # Ten pointers, row stride, cache rows, batch, eps: what the FFI library passes. General forms
+    # then have three pointers, rows of the table, style and cache format.
     assert report.params == entry["params"]
-    assert [param["size"] for param in entry["params"]] == [8] * 12 + [4] * 2
-    assert [param["offset"] for param in entry["params"]] == [*range(0, 97, 8), 100]
+    options = entry["form"] != "plain"
+    sizes = [8] * 12 + [4] * 2 + ([8] * 3 + [4] * 3 if options else [])
+    offsets = [*range(0, 97, 8), 100, *([104, 112, 120, 128, 132, 136] if options else [])]
+    assert [param["size"] for param in entry["params"]] == sizes
+    assert [param["offset"] for param in entry["params"]] == offsets
     assert entry["symbol"].encode() in cubin.read_bytes()
+
+
+def entry_of(key: str, arch: str) -> dict[str, Any]:
+    [entry] = [entry for entry in KERNELS if (entry["key"], entry["arch"]) == (key, arch)]
+    return entry
+
+
+GENERAL = [entry for entry in KERNELS if entry["form"] != "plain"]
+
+
+@pytest.mark.parametrize("entry", GENERAL, ids=lambda e: f"{e['arch']}-{e['key']}")
+def test_a_general_form_is_launched_like_the_plain_one(entry: dict[str, Any]) -> None:
+    plain = entry_of(entry["key"].removesuffix(f"_{entry['form']}"), entry["arch"])
+    for field in ("block", "cluster", "tokens", "shared_memory", "carveout"):
+        assert entry[field] == plain[field]
 
 
 @pytest.mark.parametrize("key", ["small_c8_t1", "small_c16_t1", "tiled_c8_t8"])
 def test_two_ctas_fit_an_sm_where_the_choice_counts_on_it(key: str) -> None:
     for entry in KERNELS:
-        if entry["key"] == key:
+        if entry["key"].startswith(key):
             assert 2 * (entry["shared_memory"] + 1024) <= SM_SHARED_BYTES
             assert 2 * THREADS * entry["registers"] <= SM_REGISTERS
 
@@ -61,7 +80,7 @@ def opcodes(key: str, arch: str) -> list[str]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_tensor_cores_and_bulk_copies_are_used(arch: str) -> None:
-    for variant in SHIPPED:
+    for variant in SHIPPED[arch]:
         names = opcodes(variant.key, arch)
         assert any(name.startswith("HMMA") for name in names) == (variant.kernel != "small")
         # Where the weights do not go straight into registers.
@@ -70,9 +89,31 @@ def test_tensor_cores_and_bulk_copies_are_used(arch: str) -> None:
 
 
 def test_packed_fp32_where_the_gpu_has_it() -> None:
-    for variant in SHIPPED:
+    for variant in PLAIN_VARIANTS:
         assert any(name.startswith("FFMA2") for name in opcodes(variant.key, "sm_100a"))
         assert not any(name.startswith("FFMA2") for name in opcodes(variant.key, "sm_90a"))
+
+
+def matrix_span(key: str, arch: str) -> tuple[int, int]:
+    """MMAs of a kernel, and register moves between the first and the last one."""
+    names = opcodes(key, arch)
+    at = [i for i, name in enumerate(names) if name.startswith("HMMA")]
+    moves = [name for name in names[at[0] : at[-1]] if name.startswith(("MOV", "IMAD.MOV"))]
+    return len(at), len(moves)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [entry for entry in GENERAL if not entry["key"].startswith("small")],
+    ids=lambda e: f"{e['arch']}-{e['key']}",
+)
+def test_mmas_take_their_operands_where_they_lie(entry: dict[str, Any]) -> None:
+    """A store of fragments once made the compiler move every operand of every MMA."""
+    key, arch = entry["key"], entry["arch"]
+    mmas, moves = matrix_span(key, arch)
+    plain_mmas, plain_moves = matrix_span(key.removesuffix(f"_{entry['form']}"), arch)
+    assert mmas >= plain_mmas
+    assert moves <= plain_moves + mmas / 4
 
 
 MISCOMPILED = """

@@ -21,7 +21,7 @@ from meshes import (
 )
 
 import jax_mla
-from jax_mla import MeshAxes, reference, testing
+from jax_mla import MeshAxes, reference, testing, variants
 from jax_mla.formats import CACHE_FORMATS, STYLES, CacheFormat
 from jax_mla.geometry import GEOMETRIES, Geometry
 from jax_mla.testing import bytes_of, make_inputs
@@ -311,35 +311,55 @@ def test_sizes_of_no_known_model_are_compared_with_the_nearest() -> None:
             absorb(glm | {name: wrong})
 
 
+def lowered(inputs: dict[str, Any], **options: Any) -> str:
+    step = jax.jit(lambda given: absorb(given, **options))
+    return str(step.trace(inputs).lower(lowering_platforms=("cuda",)).as_text())
+
+
+@by_name
+@pytest.mark.parametrize("style", [None, *STYLES])
+def test_the_call_of_a_kernel_has_what_the_form_needs(
+    style: str | None, cache: CacheFormat
+) -> None:
+    inputs = make_inputs(3, 2, rope=style, cache=cache.name, pages=4, page_size=5)
+    for q_dtype, form in zip(cache.q_dtypes, ("fp8", "bf16")[-len(cache.q_dtypes) :], strict=True):
+        options = {"implementation": "cuda", "q_dtype": q_dtype, "return_q_norm": True}
+        text = lowered(inputs, **options)
+        [call] = [line for line in text.splitlines() if "@jax_mla_q_absorb" in line]
+        assert f'kernel = "{variants.choose(3, 2).key}_{form}"' in call
+        assert f"style = {(None, *STYLES).index(style)} : i32" in call
+        types = {"float8_e4m3fn": "f8E4M3FN", "bfloat16": "bf16", "uint8": "ui8"}
+        rope = ", tensor<96x64xf32>, tensor<3xi32>" if style else ""
+        stored = f"tensor<4x5x{inputs['cache'].shape[2]}x{types[cache.dtype]}>"
+        assert f"{stored}, tensor<3xi32>, tensor<f32>, tensor<f32>{rope})" in call
+        assert call.endswith(
+            f"-> (tensor<3x2x576x{types[q_dtype]}>, {stored}, tensor<3x1536xbf16>)"
+        )
+        assert "output_tuple_indices = [1]" in call
+
+
 @pytest.mark.parametrize(
-    ("options", "lacking"),
+    ("options", "message", "has_kernel"),
     [
-        ({"rope": True}, "RoPE"),
-        ({"cache": "bf16"}, "bfloat16 queries and bf16 cache rows"),
-        ({"cache": "fp8_ds_mla"}, "bfloat16 queries and fp8_ds_mla cache rows"),
-        ({"return_q_norm": True}, "the query latent as a result"),
-        ({"model": "GLM-5"}, "GLM-5's geometry"),
+        ({"rope": "half"}, "no GPU has run them", True),
+        ({"cache": "bf16"}, "no GPU has run them", True),
+        ({"cache": "fp8_ds_mla"}, "no GPU has run them", True),
+        ({"model": "GLM-5"}, "no kernel is shipped for the sizes of GLM-5, only for", False),
     ],
 )
-def test_forms_without_a_kernel_say_so(
-    options: dict[str, Any], lacking: str, caplog: pytest.LogCaptureFixture
+def test_auto_takes_the_reference_where_no_kernel_is_proven(
+    options: dict[str, Any], message: str, has_kernel: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    returned = {name: options[name] for name in ("return_q_norm",) if name in options}
-    style = "half" if "rope" in options else None
-    chosen = {name: options[name] for name in ("cache", "model") if name in options}
-    inputs = make_inputs(2, 1, rope=style, **chosen)
-    message = f"no kernel is shipped for {lacking}: kernels are for DeepSeek's geometry"
-
-    def lowered(implementation: str) -> str:
-        step = jax.jit(lambda given: absorb(given, implementation=implementation, **returned))
-        return str(step.trace(inputs).lower(lowering_platforms=("cuda",)).as_text())
-
-    with pytest.raises(jax_mla.UnsupportedError, match=message):
-        lowered("cuda")
+    inputs = make_inputs(2, 1, **options)
     with caplog.at_level(logging.WARNING, "jax_mla"):
-        assert "custom_call" not in lowered("auto")
+        assert "custom_call" not in lowered(inputs)
     assert [message in record.getMessage() for record in caplog.records] == [True]
-    assert "custom_call" not in lowered("reference")
+    assert "custom_call" not in lowered(inputs, implementation="reference")
+    if has_kernel:
+        assert "@jax_mla_q_absorb" in lowered(inputs, implementation="cuda")
+        return
+    with pytest.raises(jax_mla.UnsupportedError, match=message):
+        lowered(inputs, implementation="cuda")
 
 
 def test_supported_knows_formats_and_models() -> None:

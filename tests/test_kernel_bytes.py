@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import re
 from pathlib import Path
@@ -17,12 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_calls import Kernel, built_kernel, emulated_bytes
+from emulated_calls import Kernel, built_kernel, emulated_results
 from ptx_machine import PtxError
 
+from jax_mla.formats import CACHE_FORMATS, STYLES
 from jax_mla.rules import QKV_COLUMNS
-from jax_mla.testing import bytes_of, check_cache, check_query, make_inputs, oracle
-from jax_mla.variants import ARCHS, SHIPPED
+from jax_mla.testing import (
+    bytes_of,
+    check_cache,
+    check_q_latent,
+    check_query,
+    make_inputs,
+    oracle,
+)
+from jax_mla.variants import ARCHS, PLAIN_VARIANTS, SHIPPED
 
 FOLDER = os.environ.get("JAX_MLA_PTX")
 
@@ -31,7 +40,8 @@ pytestmark = pytest.mark.skipif(not FOLDER, reason="JAX_MLA_PTX names no folder 
 PAGES, PAGE_SIZE = 3, 61
 # Near the RMS of the values, 1, as in the tests on a GPU.
 SCALES: dict[str, Any] = {"q_scale": 0.8, "k_scale": 0.9}
-KEYS = [variant.key for variant in SHIPPED]
+KEYS = [variant.key for variant in PLAIN_VARIANTS]
+GENERAL = [variant.key for variant in SHIPPED["sm_90a"] if variant.form != "plain"]
 SMALL = ("small_c8_t1", "small_c16_t1")
 
 
@@ -46,7 +56,7 @@ def inputs_of(batch: int, heads: int, **options: Any) -> dict[str, jax.Array]:
 
 
 def check(key: str, inputs: dict[str, jax.Array]) -> None:
-    q, cache = emulated_bytes(kernel(key), inputs, **SCALES)
+    q, cache = emulated_results(kernel(key), inputs, **SCALES)
     expected = oracle(inputs, **SCALES)
     check_query(q, expected)
     check_cache(cache, expected)
@@ -71,19 +81,65 @@ def test_slots_that_drop_or_share_rows_wide_rows_and_nan(key: str) -> None:
 @pytest.mark.parametrize("key", ["small_c8_t1", "tiled_c4_t16", "resident_c1_t64"])
 def test_a_cache_without_pages(key: str) -> None:
     inputs = inputs_of(2, 1)
-    q, _ = emulated_bytes(kernel(key), inputs)
-    empty, cache = emulated_bytes(kernel(key), {**inputs, "cache": inputs["cache"][:0]})
-    assert np.array_equal(q, empty)
+    q, _ = emulated_results(kernel(key), inputs)
+    empty, cache = emulated_results(kernel(key), {**inputs, "cache": inputs["cache"][:0]})
+    assert np.array_equal(bytes_of(q), bytes_of(empty))
     assert cache.size == 0
+
+
+def check_form(key: str, inputs: dict[str, Any], q_dtype: str, *, q_latent: bool) -> None:
+    scales = {"q_scale": 0.8} if q_dtype == "float8_e4m3fn" else {}
+    scales |= {"k_scale": 0.9} if inputs["cache"].dtype == jnp.float8_e4m3fn else {}
+    expected = oracle(inputs, q_dtype=q_dtype, **scales)
+    q, cache, *latent = emulated_results(
+        kernel(key), inputs, q_dtype=q_dtype, return_q_norm=q_latent, **scales
+    )
+    check_query(q, expected)
+    check_cache(cache, expected)
+    for found in latent:
+        check_q_latent(found, expected)
+
+
+@pytest.mark.parametrize("key", GENERAL)
+def test_general_forms_rotate_and_store_as_they_are_asked(key: str) -> None:
+    """Each option with each other one would take long: styles, formats and latents take turns."""
+    q_dtype = "bfloat16" if key.endswith("bf16") else "float8_e4m3fn"
+    formats = [stored for stored in CACHE_FORMATS if q_dtype in stored.q_dtypes]
+    tokens = kernel(key).tokens
+    batch = 2 if tokens == 1 else tokens // 2 + 1
+    for i, (style, stored) in enumerate(itertools.zip_longest(STYLES, formats)):
+        chosen = (stored or formats[0]).name
+        check_form(key, inputs_of(batch, 1, rope=style, cache=chosen), q_dtype, q_latent=i == 0)
+
+
+@pytest.mark.parametrize("cache", [stored.name for stored in CACHE_FORMATS])
+@pytest.mark.parametrize("style", [None, *STYLES])
+@pytest.mark.parametrize("key", ["small_c8_t1", "tiled_c2_t16", "resident_c1_t64"])
+def test_every_style_goes_with_every_format(key: str, style: str | None, cache: str) -> None:
+    inputs = inputs_of(3, 2, rope=style, cache=cache)
+    check_form(f"{key}_bf16", inputs, "bfloat16", q_latent=True)
+    if cache == "e4m3":
+        check_form(f"{key}_fp8", inputs, "float8_e4m3fn", q_latent=True)
+
+
+@pytest.mark.parametrize("cache", [stored.name for stored in CACHE_FORMATS])
+def test_rows_of_general_forms_are_dropped_and_shared_alike(cache: str) -> None:
+    inputs = inputs_of(7, 1, rope="half", cache=cache, columns=QKV_COLUMNS + 8)
+    inputs["qkv"] = inputs["qkv"].at[1, 5].set(jnp.nan).at[4, 1600].set(jnp.inf)
+    rows = PAGES * PAGE_SIZE
+    slots = np.array([rows - 1, rows, rows - 1, -1, 2, -(2**31), 0])
+    inputs["slots"] = jnp.asarray(slots, jnp.int32)
+    for key in ("small_c16_t1_bf16", "tiled_c8_t8_bf16"):
+        check_form(key, inputs, "bfloat16", q_latent=False)
 
 
 @pytest.mark.parametrize("arch", sorted({*ARCHS} - {"sm_90a"}))
 @pytest.mark.parametrize("key", ["small_c8_t1", "tiled_c8_t8", "tiled_c2_t32", "resident_c1_t64"])
 def test_every_arch_gives_the_same_bits(key: str, arch: str) -> None:
     inputs = inputs_of(2, 1)
-    results = [emulated_bytes(kernel(key, arch), inputs, **SCALES) for arch in ("sm_90a", arch)]
+    results = [emulated_results(kernel(key, arch), inputs, **SCALES) for arch in ("sm_90a", arch)]
     for one, other in zip(*results, strict=True):
-        assert np.array_equal(one, other)
+        assert np.array_equal(bytes_of(one), bytes_of(other))
 
 
 SYNCHRONISATION = {
@@ -110,18 +166,18 @@ def test_no_synchronisation_is_one_too_many(key: str, part: str) -> None:
     for place in found:
         text = whole.text[: place.start()] + whole.text[place.end() :]
         with pytest.raises(PtxError):
-            emulated_bytes(dataclasses.replace(whole, text=text), inputs)
+            emulated_results(dataclasses.replace(whole, text=text), inputs)
 
 
 def test_a_buffer_that_is_too_short_is_noticed() -> None:
     inputs = inputs_of(1, 1)
     with pytest.raises(PtxError, match="outside of every buffer: w_uk of 65536 bytes"):
-        emulated_bytes(kernel("small_c8_t1"), {**inputs, "w_uk": inputs["w_uk"][:, :64]})
+        emulated_results(kernel("small_c8_t1"), {**inputs, "w_uk": inputs["w_uk"][:, :64]})
 
 
 def test_inputs_stay_as_they_are() -> None:
     inputs = inputs_of(1, 1)
     before = {name: np.array(array) for name, array in inputs.items()}
-    emulated_bytes(kernel("small_c8_t1"), inputs)
+    emulated_results(kernel("small_c8_t1"), inputs)
     for name, array in inputs.items():
         assert np.array_equal(bytes_of(array), bytes_of(before[name])), name

@@ -28,6 +28,7 @@ def _entry(**changes: Any) -> dict[str, Any]:
         "block": 256,
         "cluster": 8,
         "tokens": 1,
+        "form": "plain",
         "shared_memory": 1024,
         "carveout": 100,
         "registers": 40,
@@ -49,7 +50,7 @@ def _write_manifest(folder: Path, *entries: dict[str, Any], abi: int = variants.
 def test_every_variant_is_shipped_for_every_arch() -> None:
     shipped = manifest.shipped()
     found = {(kernel.key, kernel.arch) for kernel in shipped.kernels}
-    assert found == {(v.key, arch) for v in variants.SHIPPED for arch in variants.ARCHS}
+    assert found == {(v.key, arch) for arch in variants.ARCHS for v in variants.SHIPPED[arch]}
     for kernel in shipped.kernels:
         assert shipped.read(kernel)[:4] == b"\x7fELF"
 
@@ -80,6 +81,12 @@ def test_an_unknown_kernel_lists_what_is_shipped(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"no kernel 'tiled' for sm_90a, only small_c8_t1.*export"):
         parsed.find("tiled", "sm_90a")
     with pytest.raises(SetupError, match="for sm_100a, only none"):
+        parsed.find("tiled", "sm_100a")
+
+
+def test_a_kernel_for_other_targets_only_is_named(tmp_path: Path) -> None:
+    parsed = manifest.parse(_write_manifest(tmp_path, _entry()))
+    with pytest.raises(UnsupportedError, match="'small_c8_t1' is shipped for sm_90a, not for sm_1"):
         parsed.find("small_c8_t1", "sm_100a")
 
 

@@ -18,6 +18,8 @@ struct Kernel {
   uint32_t cluster;        // CTAs a cluster, all of one head
   uint32_t tokens;         // tokens a cluster handles
   uint32_t shared_memory;  // dynamic bytes a CTA
+  uint32_t q_bytes;        // of a query value: 1 for e4m3, 2 for bf16
+  bool has_options;        // whether its parameters go on after eps
 };
 
 // The kernels that are loaded, by device and key. Entries are never changed or removed, so that

@@ -26,9 +26,11 @@ CUresult Launch(const Driver& driver, const Kernel& kernel, Parameters p, uint32
   config.attrs = &cluster;
   config.numAttrs = 1;
 
-  void* parameters[] = {&p.qkv,        &p.q_norm,     &p.kv_norm, &p.w_qb,    &p.w_uk,
-                        &p.cache,      &p.slots,      &p.q_scale, &p.k_scale, &p.q,
-                        &p.qkv_stride, &p.cache_rows, &p.batch,   &p.eps};
+  // The driver reads as many as the kernel has.
+  void* parameters[] = {&p.qkv,        &p.q_norm,     &p.kv_norm,    &p.w_qb,    &p.w_uk,
+                        &p.cache,      &p.slots,      &p.q_scale,    &p.k_scale, &p.q,
+                        &p.qkv_stride, &p.cache_rows, &p.batch,      &p.eps,     &p.cos_sin,
+                        &p.positions,  &p.q_latent,   &p.table_rows, &p.style,   &p.cache_format};
   return driver.launch_kernel(&config, kernel.function, parameters, nullptr);
 }
 

@@ -10,22 +10,29 @@
 
 namespace jax_mla {
 
-// The parameter list that every cubin has, in its order. A change of it is a new ABI.
+// The parameter list that the cubins have, in its order; those of plain calls end after eps. A
+// change of it is a new ABI.
 struct Parameters {
   const void* qkv;      // [batch, qkv_stride] bf16
   const void* q_norm;   // [1536] bf16
   const void* kv_norm;  // [512] bf16
   const void* w_qb;     // [heads * 192, 1536] bf16
   const void* w_uk;     // [heads, 128, 512] bf16
-  void* cache;          // [cache_rows, 576] e4m3
+  void* cache;          // [cache_rows, bytes of a row]
   const void* slots;    // [batch] int32
   const void* q_scale;  // f32
   const void* k_scale;  // f32
-  void* q;              // [batch, heads, 576] e4m3
+  void* q;              // [batch, heads, 576] e4m3 or bf16
   int64_t qkv_stride;   // elements a row
   int64_t cache_rows;
   int32_t batch;
   float eps;
+  const void* cos_sin;    // [table_rows, 64] f32
+  const void* positions;  // [batch] int32
+  void* q_latent;         // [batch, 1536] bf16, or null
+  int32_t table_rows;
+  int32_t style;         // of RoPE; 0 for none, then cos_sin and positions are not read
+  int32_t cache_format;  // 0 e4m3, 1 bf16, 2 fp8_ds_mla
 };
 
 // Queues one launch on `stream`, whose context must be current, and returns what the driver says of

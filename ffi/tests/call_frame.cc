@@ -67,10 +67,11 @@ CallFrame& CallFrame::Result(XLA_FFI_DataType dtype, std::vector<int64_t> dimens
   return *this;
 }
 
-CallFrame& CallFrame::Attributes(std::string kernel, int32_t abi, float eps) {
+CallFrame& CallFrame::Attributes(std::string kernel, int32_t abi, float eps, int32_t style) {
   kernel_ = std::move(kernel);
   abi_ = abi;
   eps_ = eps;
+  style_ = style;
   return *this;
 }
 
@@ -93,14 +94,16 @@ std::string CallFrame::Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage sta
   std::vector<XLA_FFI_RetType> result_types(results_.size(), XLA_FFI_RetType_BUFFER);
 
   // XLA sorts attributes by name.
-  const std::string names[] = {"abi", "eps", "kernel"};
-  XLA_FFI_ByteSpan name_spans[] = {Span(names[0]), Span(names[1]), Span(names[2])};
-  XLA_FFI_ByteSpan* name_pointers[] = {&name_spans[0], &name_spans[1], &name_spans[2]};
-  XLA_FFI_Scalar abi = {XLA_FFI_DataType_S32, &abi_}, eps = {XLA_FFI_DataType_F32, &eps_};
+  const std::string names[] = {"abi", "eps", "kernel", "style"};
+  XLA_FFI_ByteSpan name_spans[] = {Span(names[0]), Span(names[1]), Span(names[2]), Span(names[3])};
+  XLA_FFI_ByteSpan* name_pointers[] = {&name_spans[0], &name_spans[1], &name_spans[2],
+                                       &name_spans[3]};
+  XLA_FFI_Scalar abi = {XLA_FFI_DataType_S32, &abi_}, eps = {XLA_FFI_DataType_F32, &eps_},
+                 style = {XLA_FFI_DataType_S32, &style_};
   XLA_FFI_ByteSpan kernel = Span(kernel_);
-  void* attributes[] = {&abi, &eps, &kernel};
+  void* attributes[] = {&abi, &eps, &kernel, &style};
   XLA_FFI_AttrType attribute_types[] = {XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_SCALAR,
-                                        XLA_FFI_AttrType_STRING};
+                                        XLA_FFI_AttrType_STRING, XLA_FFI_AttrType_SCALAR};
 
   XLA_FFI_CallFrame frame = {};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
@@ -111,7 +114,7 @@ std::string CallFrame::Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage sta
                 operand_types.data(), pointers.data()};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(results_.size()),
                 result_types.data(), pointers.data() + operands_.size()};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 3, attribute_types, name_pointers, attributes};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 4, attribute_types, name_pointers, attributes};
   return Take(handler(&frame));
 }
 

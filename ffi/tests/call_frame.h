@@ -12,7 +12,7 @@ class CallFrame {
  public:
   CallFrame& Operand(XLA_FFI_DataType dtype, std::vector<int64_t> dimensions, uintptr_t pointer);
   CallFrame& Result(XLA_FFI_DataType dtype, std::vector<int64_t> dimensions, uintptr_t pointer);
-  CallFrame& Attributes(std::string kernel, int32_t abi, float eps);
+  CallFrame& Attributes(std::string kernel, int32_t abi, float eps, int32_t style = 0);
 
   // Returns the handler's error message, empty on success.
   std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage);
@@ -31,6 +31,7 @@ class CallFrame {
   std::string kernel_;
   int32_t abi_ = 0;
   float eps_ = 0;
+  int32_t style_ = 0;
 };
 
 // Returns which traits and API version a handler states when XLA registers it.

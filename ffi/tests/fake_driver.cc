@@ -8,7 +8,8 @@
 
 namespace {
 
-constexpr size_t kSizes[kParameterCount] = {8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 4, 4};
+constexpr size_t kSizes[kParameterCount] = {8, 8, 8, 8, 8, 8, 8, 8, 8, 8,
+                                            8, 8, 4, 4, 8, 8, 8, 4, 4, 4};
 
 FakeLaunches launches = {};
 

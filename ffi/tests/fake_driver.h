@@ -5,7 +5,8 @@
 
 #include <cstdint>
 
-constexpr int kParameterCount = 14;
+constexpr int kPlainParameterCount = 14;
+constexpr int kParameterCount = 20;
 
 // What the stand-in for the driver saw, and what its next launch returns.
 struct FakeLaunches {

@@ -1,6 +1,7 @@
 // The handlers, called as XLA calls them, in front of a driver that records the launch.
 
 #include <cstring>
+#include <vector>
 
 #include "call_frame.h"
 #include "fake_driver.h"
@@ -8,37 +9,44 @@
 
 namespace {
 
-constexpr int32_t kAbi = 1;
+constexpr int32_t kAbi = 2;
 constexpr float kEps = 1e-6f;
 constexpr uintptr_t kCache = 0xC0000;
 
 FakeLaunches* driver = nullptr;
 const Library* library = nullptr;
 
+constexpr auto kBf16 = XLA_FFI_DataType_BF16, kE4m3 = XLA_FFI_DataType_F8E4M3FN,
+               kF32 = XLA_FFI_DataType_F32, kS32 = XLA_FFI_DataType_S32, kU8 = XLA_FFI_DataType_U8;
+
 // What a test changes in a call that is right otherwise.
 struct Changes {
-  int64_t batch = 5, heads = 2, columns = 3648, pages = 70000, rope_columns = 576;
+  int64_t batch = 5, heads = 2, columns = 3648, pages = 70000, row = 576;
   uintptr_t qkv = 0x10000, cache = kCache, cache_out = kCache;
   std::string kernel = "tiled_c8_t4";
+  XLA_FFI_DataType q_dtype = kE4m3, cache_dtype = kE4m3;
+  int32_t style = 0;
+  bool has_rope = false, has_latent = false;
+  std::vector<int64_t> table = {9, 64};
+  int64_t positions = 5, latent_columns = 1536;
 };
 
 CallFrame QAbsorb(const Changes& c) {
-  constexpr auto kBf16 = XLA_FFI_DataType_BF16, kE4m3 = XLA_FFI_DataType_F8E4M3FN,
-                 kF32 = XLA_FFI_DataType_F32;
   CallFrame frame;
   frame.Operand(kBf16, {c.batch, c.columns}, c.qkv)
       .Operand(kBf16, {1536}, 0x20000)
       .Operand(kBf16, {512}, 0x30000)
       .Operand(kBf16, {c.heads * 192, 1536}, 0x40000)
       .Operand(kBf16, {c.heads, 128, 512}, 0x50000)
-      .Operand(kE4m3, {c.pages, 70000, c.rope_columns}, c.cache)
-      .Operand(XLA_FFI_DataType_S32, {c.batch}, 0x60004)
+      .Operand(c.cache_dtype, {c.pages, 70000, c.row}, c.cache)
+      .Operand(kS32, {c.batch}, 0x60004)
       .Operand(kF32, {}, 0x70004)
-      .Operand(kF32, {}, 0x80004)
-      .Result(kE4m3, {c.batch, c.heads, 576}, 0x90000)
-      .Result(kE4m3, {c.pages, 70000, c.rope_columns}, c.cache_out)
-      .Attributes(c.kernel, kAbi, kEps);
-  return frame;
+      .Operand(kF32, {}, 0x80004);
+  if (c.has_rope) frame.Operand(kF32, c.table, 0xA0000).Operand(kS32, {c.positions}, 0xB0004);
+  frame.Result(c.q_dtype, {c.batch, c.heads, 576}, 0x90000)
+      .Result(c.cache_dtype, {c.pages, 70000, c.row}, c.cache_out);
+  if (c.has_latent) frame.Result(kBf16, {c.batch, c.latent_columns}, 0xD0000);
+  return frame.Attributes(c.kernel, kAbi, kEps, c.style);
 }
 
 std::string Execute(const Changes& changes) {
@@ -57,8 +65,13 @@ void Load(int32_t ordinal, const char* key, char* message, size_t message_bytes)
   ++loads;
   if (std::strcmp(key, "broken") == 0)
     std::snprintf(message, message_bytes, "cubin 'broken' is truncated");
+  void* function = reinterpret_cast<void*>(0xF00);
   if (std::strcmp(key, "tiled_c8_t4") == 0) {
-    library->add_kernel(ordinal, key, reinterpret_cast<void*>(0xF00), 256, 8, 4, 65536);
+    library->add_kernel(ordinal, key, function, 256, 8, 4, 65536, 1, false);
+  } else if (std::strcmp(key, "fp8") == 0) {
+    library->add_kernel(ordinal, key, function, 256, 8, 4, 65536, 1, true);
+  } else if (std::strcmp(key, "bf16") == 0) {
+    library->add_kernel(ordinal, key, function, 256, 8, 4, 65536, 2, true);
   }
 }
 
@@ -73,7 +86,7 @@ void InitializeSaysWhyAKernelIsMissing() {
   CheckContains(Initialize("tiled_c8_t4"), "import jax_mla");
   library->set_loader(Load);
   CheckContains(Initialize("tiled_c8_t4", kAbi + 1),
-                "kernel interface 2, the installed jax_mla has 1");
+                "kernel interface 3, the installed jax_mla has 2");
   CheckContains(Initialize("broken"), "'broken': cubin 'broken' is truncated");
   CheckContains(Initialize("silent"), "device 3 was interrupted");
 }
@@ -115,11 +128,66 @@ void ParametersComeInTheOrderOfTheCubins() {
   CHECK(Execute({}) == "");
   uint32_t eps_bits;
   std::memcpy(&eps_bits, &kEps, sizeof(eps_bits));
-  const uint64_t expected[kParameterCount] = {0x10000, 0x20000, 0x30000, 0x40000,
-                                              0x50000, kCache,  0x60004, 0x70004,
-                                              0x80004, 0x90000, 3648,    70000ull * 70000ull,
-                                              5,       eps_bits};
-  for (int i = 0; i < kParameterCount; ++i) CHECK(driver->parameters[i] == expected[i]);
+  const uint64_t expected[kPlainParameterCount] = {0x10000, 0x20000, 0x30000, 0x40000,
+                                                   0x50000, kCache,  0x60004, 0x70004,
+                                                   0x80004, 0x90000, 3648,    70000ull * 70000ull,
+                                                   5,       eps_bits};
+  for (int i = 0; i < kPlainParameterCount; ++i) CHECK(driver->parameters[i] == expected[i]);
+  for (int i = kPlainParameterCount; i < kParameterCount; ++i) CHECK(driver->parameters[i] == 0);
+}
+
+// The parameters after those of a plain call.
+void CheckOptions(const Changes& call, const uint64_t (&expected)[6]) {
+  CHECK(Execute(call) == "");
+  for (int i = 0; i < 6; ++i) CHECK(driver->parameters[kPlainParameterCount + i] == expected[i]);
+}
+
+void OptionsFollowTheParametersOfAPlainCall() {
+  CHECK(Initialize("fp8") == "" && Initialize("bf16") == "");
+  CheckOptions({.kernel = "fp8"}, {0, 0, 0, 0, 0, 0});
+  CheckOptions({.kernel = "fp8", .style = 2, .has_rope = true}, {0xA0000, 0xB0004, 0, 9, 2, 0});
+  CheckOptions({.kernel = "fp8", .has_latent = true}, {0, 0, 0xD0000, 0, 0, 0});
+  CheckOptions({.kernel = "bf16", .q_dtype = kBf16}, {0, 0, 0, 0, 0, 0});
+  CheckOptions({.kernel = "bf16", .q_dtype = kBf16, .cache_dtype = kBf16}, {0, 0, 0, 0, 0, 1});
+  CheckOptions({.row = 656,
+                .kernel = "bf16",
+                .q_dtype = kBf16,
+                .cache_dtype = kU8,
+                .style = 1,
+                .has_rope = true,
+                .has_latent = true},
+               {0xA0000, 0xB0004, 0xD0000, 9, 1, 2});
+}
+
+void WhatAKernelWasNotCompiledForIsRefused() {
+  driver->count = 0;
+  CheckContains(Execute({.q_dtype = kBf16}), "'tiled_c8_t4': it writes queries of another dtype");
+  CheckContains(Execute({.kernel = "bf16"}), "it writes queries of another dtype");
+  CheckContains(Execute({.kernel = "fp8", .cache_dtype = kBf16}), "e4m3 cache rows only");
+  CheckContains(Execute({.style = 1, .has_rope = true}), "neither rotates");
+  CheckContains(Execute({.has_latent = true}), "neither rotates");
+  CHECK(driver->count == 0);
+}
+
+void OptionsThatWouldLeaveABufferAreRefused() {
+  driver->count = 0;
+  const Changes rotated = {.kernel = "fp8", .style = 1, .has_rope = true};
+  const auto with = [&rotated](auto change) {
+    Changes changed = rotated;
+    change(changed);
+    return Execute(changed);
+  };
+  CheckContains(with([](Changes& c) { c.style = 3; }), "style must be 0, 1 or 2");
+  CheckContains(with([](Changes& c) { c.style = 0; }), "must come with a style");
+  CheckContains(with([](Changes& c) { c.has_rope = false; }), "must come with a style");
+  CheckContains(with([](Changes& c) { c.table = {0, 64}; }), "at least one row");
+  CheckContains(with([](Changes& c) { c.table = {9, 32}; }), "[positions, 64]");
+  CheckContains(with([](Changes& c) { c.positions = 4; }), "positions must be [batch]");
+  CheckContains(Execute({.kernel = "fp8", .has_latent = true, .latent_columns = 1024}),
+                "q_latent must be [batch, 1536]");
+  CheckContains(Execute({.row = 656, .kernel = "bf16", .q_dtype = kBf16}), "cache must be");
+  CheckContains(Execute({.kernel = "bf16", .q_dtype = kBf16, .cache_dtype = kU8}), "656] uint8");
+  CHECK(driver->count == 0);
 }
 
 void NoTokenLaunchesNothing() {
@@ -141,7 +209,7 @@ void WhatWouldLeaveABufferIsRefused() {
   driver->count = 0;
   CheckContains(Execute({.columns = 2104}), "at least 2112 columns");
   CheckContains(Execute({.columns = 2113}), "multiple of 8");
-  CheckContains(Execute({.rope_columns = 512}), "cache must be [pages, page size, 576]");
+  CheckContains(Execute({.row = 512}), "cache must be [pages, page size, 576]");
   CheckContains(Execute({.qkv = 0x10002}), "multiple of 16 bytes");
   CheckContains(Execute({.cache_out = kCache + 0x1000}), "must alias the cache operand");
   CHECK(driver->count == 0);
@@ -175,6 +243,9 @@ int main(int, char** arguments) {
   InitializeLoadsOnce();
   LaunchFollowsThePlanOfTheKernel();
   ParametersComeInTheOrderOfTheCubins();
+  OptionsFollowTheParametersOfAPlainCall();
+  WhatAKernelWasNotCompiledForIsRefused();
+  OptionsThatWouldLeaveABufferAreRefused();
   NoTokenLaunchesNothing();
   ACacheWithoutPagesNeedsNoMemory();
   WhatWouldLeaveABufferIsRefused();

@@ -42,7 +42,8 @@ struct Library {
   XLA_FFI_Handler *execute, *initialize;
   void (*set_loader)(Loader);
   void (*add_kernel)(int32_t ordinal, const char* key, void* function, uint32_t block,
-                     uint32_t cluster, uint32_t tokens, uint32_t shared_memory);
+                     uint32_t cluster, uint32_t tokens, uint32_t shared_memory, uint32_t q_bytes,
+                     bool has_options);
 
  private:
   template <typename Function>

@@ -35,7 +35,8 @@ def library() -> ctypes.CDLL:
             ctypes.c_int32,
             ctypes.c_char_p,
             ctypes.c_void_p,
-            *[ctypes.c_uint32] * 4,
+            *[ctypes.c_uint32] * 5,
+            ctypes.c_bool,
         ]
         opened.jax_mla_add_kernel.restype = None
     except (OSError, AttributeError) as error:
@@ -81,4 +82,6 @@ def add_kernel(ordinal: int, kernel: Kernel, function: int) -> None:
         kernel.cluster,
         kernel.tokens,
         kernel.shared_memory,
+        2 if kernel.form == "bf16" else 1,  # bytes of a query value
+        kernel.form != "plain",
     )

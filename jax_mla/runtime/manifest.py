@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from jax_mla import variants
-from jax_mla.errors import SetupError
+from jax_mla.errors import SetupError, UnsupportedError
 from jax_mla.runtime.files import REINSTALL, locate
 
 
@@ -24,6 +24,7 @@ class Kernel:
         block: threads a CTA.
         cluster: CTAs a cluster.
         tokens: tokens a cluster handles.
+        form: of its variant, "plain", "fp8" or "bf16".
         shared_memory: dynamic bytes a CTA.
         carveout: percentage of L1 preferred as shared memory.
     """
@@ -36,6 +37,7 @@ class Kernel:
     block: int
     cluster: int
     tokens: int
+    form: str
     shared_memory: int
     carveout: int
 
@@ -63,11 +65,17 @@ class Manifest:
         """Returns the cubin of a variant for a target.
 
         Raises:
+            UnsupportedError: there is one, for other targets.
             SetupError: there is none.
         """
-        for kernel in self.kernels:
-            if (kernel.key, kernel.arch) == (key, arch):
-                return kernel
+        by_arch = {kernel.arch: kernel for kernel in self.kernels if kernel.key == key}
+        if arch in by_arch:
+            return by_arch[arch]
+        if by_arch:
+            raise UnsupportedError(
+                f"kernel '{key}' is shipped for {', '.join(by_arch)}, not for {arch}."
+                ' Use implementation="reference".'
+            )
         keys = ", ".join(kernel.key for kernel in self.kernels if kernel.arch == arch)
         raise SetupError(
             f"{self.path} has no kernel '{key}' for {arch}, only {keys or 'none'}."

@@ -57,7 +57,7 @@ def test_bytes_at_every_batch(heads: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 12])
-@pytest.mark.parametrize("key", [variant.key for variant in variants.SHIPPED])
+@pytest.mark.parametrize("key", [variant.key for variant in variants.PLAIN_VARIANTS])
 def test_every_variant_serves_every_batch(key: str, heads: int) -> None:
     """Also where another one is chosen: each takes any batch, in tiles of its own size."""
     check_batches(heads, (1, 2, 3, 7, 8, 9, 16, 17, 33, 65, 130), key)
