@@ -3,6 +3,7 @@
     python benchmarks/time_q_absorb.py                     # the timed shapes; writes results/*.json
     python benchmarks/time_q_absorb.py --variants all      # every shipped kernel on those shapes
     python benchmarks/time_q_absorb.py --alone             # without the peer, with less dispatch
+    python benchmarks/time_q_absorb.py --rope              # with and without RoPE, without the peer
     python benchmarks/time_q_absorb.py --variants small_c8_t1 tiled_c8_t8 --heads 16 --batch 1 2 4
 
 workload.py says what a program is and clock.py how it is timed. All programs are compiled first;
@@ -25,18 +26,32 @@ from clock import time_in_turns
 from environment import clocks, environment
 from forced import forced_variant
 from shapes import TIMED_BATCHES, TIMED_HEADS
-from workload import Chain, Workload
+from workload import Chain, Implementation, Workload
 
 import jax_mla
 from jax_mla import variants
+from jax_mla.rules import KV_RANK
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 OURS = functools.partial(jax_mla.q_absorb, implementation="cuda")
+ROTATED = ("rope interleaved", "rope half")
+POSITIONS = 8192
 AGREEMENT = 0.05  # of the norm: XLA may leave out roundings to BF16, which moves e4m3 by a step
 
 
+def rotated(name: str) -> Implementation:
+    """q_absorb with RoPE in the style that `name` ends in, each token somewhere in its context."""
+    rope = jax_mla.Rope.default(max_positions=POSITIONS, style=name.removeprefix("rope "))
+
+    def implementation(qkv: jax.Array, *others: jax.Array, **scales: jax.Array) -> Any:
+        positions = jnp.arange(len(qkv), dtype=jnp.int32) * 97 % POSITIONS
+        return OURS(qkv, *others, **scales, rope=rope.at(positions))
+
+    return implementation
+
+
 def lowered_programs(
-    workloads: list[Workload], keys: list[str]
+    workloads: list[Workload], keys: list[str], with_rope: bool
 ) -> Iterator[tuple[tuple[Workload, str], jax.stages.Lowered]]:
     """Every program of the run under (workload, name)."""
     for workload in workloads:
@@ -46,19 +61,21 @@ def lowered_programs(
             yield (workload, key), lowered
         if not keys:
             yield (workload, "jax_mla"), workload.lower(OURS)
+            for name in ROTATED if with_rope else ():
+                yield (workload, name), workload.lower(rotated(name))
             if not workload.alone:
                 yield (workload, "jnp"), workload.lower(peer.q_absorb)
 
 
 def compile_all(
-    workloads: list[Workload], keys: list[str], threads: int
+    workloads: list[Workload], keys: list[str], with_rope: bool, threads: int
 ) -> dict[Workload, dict[str, jax.stages.Compiled]]:
     """The compiled programs of each workload by name."""
     compiled: dict[Workload, dict[str, jax.stages.Compiled]] = {w: {} for w in workloads}
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         jobs = {
             name: pool.submit(program.compile)
-            for name, program in lowered_programs(workloads, keys)
+            for name, program in lowered_programs(workloads, keys, with_rope)
         }
         for (workload, name), job in jobs.items():
             compiled[workload][name] = job.result()
@@ -83,8 +100,12 @@ def measure(
 
 
 def _query_distance(workload: Workload, chains: dict[str, Chain]) -> float:
-    """Largest distance of a program's query from the first one's, by its norm; too large raises."""
-    first, *others = (chain.queries[0].astype(jnp.float32) for chain in chains.values())
+    """Largest distance of a program's query from the first one's, by its norm; too large raises.
+
+    Of the columns that RoPE does not rotate.
+    """
+    queries = (chain.queries[0][..., :KV_RANK] for chain in chains.values())
+    first, *others = (query.astype(jnp.float32) for query in queries)
     norm = jnp.linalg.norm(first)
     worst = max((float(jnp.linalg.norm(other - first) / norm) for other in others), default=0.0)
     if worst > AGREEMENT:
@@ -114,6 +135,7 @@ def parse() -> argparse.Namespace:
         "--variants", nargs="+", default=[], help="time these kernels (or: all), not the peer"
     )
     parser.add_argument("--alone", action="store_true", help="time q_absorb without the peer")
+    parser.add_argument("--rope", action="store_true", help="time rotating calls, not the peer")
     parser.add_argument("--commit", help="commit measured, where the folder is no git checkout")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file; default results/GPU.json")
     parser.add_argument("--threads", type=int, default=8, help="programs compiled at a time")
@@ -124,18 +146,16 @@ def main() -> None:
     options = parse()
     if (found := jax.default_backend()) != "gpu":
         raise SystemExit(f"timing needs an NVIDIA GPU, JAX found {found}. Run `python -m jax_mla`.")
-    keys = (
-        [v.key for v in variants.PLAIN_VARIANTS]
-        if options.variants == ["all"]
-        else options.variants
-    )
+    keys = options.variants
+    if keys == ["all"]:
+        keys = [variant.key for variant in variants.PLAIN_VARIANTS]
     facts = environment(options.commit) | {"clocks_before": clocks()}
-    alone = options.alone or bool(keys)
+    alone = options.alone or options.rope or bool(keys)
     workloads = [
         Workload(heads, batch, alone) for heads in options.heads for batch in options.batch
     ]
-    compiled = compile_all(workloads, keys, options.threads)
-    names = keys or (["jax_mla"] if alone else ["jax_mla", "jnp"])
+    compiled = compile_all(workloads, keys, options.rope, options.threads)
+    names = keys or ["jax_mla", *(ROTATED if options.rope else ()), *(() if alone else ("jnp",))]
     columns = [f"{name:>{width(name)}}" for name in names]
     print(f"{'heads':>5} {'batch':>5} {'floor':>7}", *columns, " us a layer; the package's choice")
     rows = []

@@ -1,5 +1,6 @@
 """The benchmark's arithmetic, its peer, and the tables that the README quotes."""
 
+import functools
 import itertools
 import json
 import pathlib
@@ -18,6 +19,7 @@ import plot
 import pytest
 import support
 import tables
+import time_q_absorb
 import workload
 from clock import Program, time_in_turns
 from forced import forced_variant
@@ -26,7 +28,7 @@ from workload import Chain, Workload
 
 import jax_mla
 from jax_mla import variants
-from jax_mla.testing import e4m3_steps, make_inputs
+from jax_mla.testing import bytes_of, e4m3_steps, make_inputs
 
 RESULTS = {
     "environment": {
@@ -130,6 +132,19 @@ def test_the_peer_does_the_same_work() -> None:
     # A CPU may sum the peer's BF16 products in BF16; on a GPU the benchmark compares bytes.
     q, expected_q = (np.asarray(x, np.float32) for x in (q, expected_q))
     assert np.linalg.norm(q - expected_q) < 0.05 * np.linalg.norm(expected_q)
+
+
+@pytest.mark.parametrize("name", time_q_absorb.ROTATED)
+def test_rotating_programs_rotate(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    ours = functools.partial(jax_mla.q_absorb, implementation="reference")
+    monkeypatch.setattr(time_q_absorb, "OURS", ours)
+    inputs = make_inputs(3, 2, pages=2, page_size=8)
+    q, cache = time_q_absorb.rotated(name)(*inputs.values(), q_scale=0.5, k_scale=0.5)
+    plain, stored = ours(**inputs, q_scale=0.5, k_scale=0.5)
+    for turned, still in ((q, plain), (cache, stored)):
+        assert (bytes_of(turned)[..., :512] == bytes_of(still)[..., :512]).all()
+    # The first token is at position 0, which nothing rotates.
+    assert (bytes_of(q) != bytes_of(plain)).any(axis=(1, 2)).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize(("alone", "queries"), [(False, 4), (True, 2)])
