@@ -30,7 +30,7 @@ from workload import Chain, Implementation, Workload
 
 import jax_mla
 from jax_mla import variants
-from jax_mla.rules import KV_RANK
+from jax_mla.rules import KV_RANK, ROW
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 OURS = functools.partial(jax_mla.q_absorb, implementation="cuda")
@@ -100,11 +100,9 @@ def measure(
 
 
 def _query_distance(workload: Workload, chains: dict[str, Chain]) -> float:
-    """Largest distance of a program's query from the first one's, by its norm; too large raises.
-
-    Of the columns that RoPE does not rotate.
-    """
-    queries = (chain.queries[0][..., :KV_RANK] for chain in chains.values())
+    """Largest distance of a program's query from the first one's, by its norm; too large raises."""
+    compared = KV_RANK if chains.keys() & set(ROTATED) else ROW  # what not all rotate
+    queries = (chain.queries[0][..., :compared] for chain in chains.values())
     first, *others = (query.astype(jnp.float32) for query in queries)
     norm = jnp.linalg.norm(first)
     worst = max((float(jnp.linalg.norm(other - first) / norm) for other in others), default=0.0)
