@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -23,6 +24,7 @@ SM_REGISTERS = 65_536
 
 
 sass = build_module("sass")
+sass.disassemble = functools.cache(sass.disassemble)  # type: ignore[attr-defined]  # a second each
 
 
 def test_the_manifest_lists_every_variant_for_every_arch() -> None:
