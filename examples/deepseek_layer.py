@@ -188,19 +188,21 @@ def positional(config: Config, length: int) -> tuple[npt.NDArray[np.complex64], 
 
     YaRN (arXiv 2309.00071) as in DeepSeek-V3's inference/model.py.
     """
-    width, theta = config["qk_rope_head_dim"], config["rope_theta"]
+    # One dictionary or two, by the age of the file.
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    width, theta = config["qk_rope_head_dim"], given.get("rope_theta") or config["rope_theta"]
     pairs = np.arange(width // 2)
     frequencies, scale = theta ** (-2.0 * pairs / width), 1.0
-    if scaling := config["rope_scaling"]:
-        context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    if factor := given.get("factor"):
+        context = given["original_max_position_embeddings"]
         bounds = [
-            width / 2 * math.log(context / (2 * math.pi * scaling[turns]), theta)
+            width / 2 * math.log(context / (2 * math.pi * given[turns]), theta)
             for turns in ("beta_fast", "beta_slow")
         ]
         first, last = math.floor(bounds[0]), math.ceil(bounds[1])
         stretched = np.clip((pairs - first) / (last - first), 0, 1)
         frequencies = frequencies * (1 - stretched) + frequencies / factor * stretched
-        scale = (0.1 * scaling["mscale_all_dim"] * math.log(factor) + 1) ** 2
+        scale = (0.1 * given["mscale_all_dim"] * math.log(factor) + 1) ** 2
     angles = np.arange(length)[:, None] * frequencies
     return np.exp(1j * angles).astype(np.complex64), scale
 

@@ -55,6 +55,28 @@ def q_absorb(
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
+@overload
+def q_absorb(
+    qkv: jax.Array,
+    q_norm: jax.Array,
+    kv_norm: jax.Array,
+    w_qb: jax.Array,
+    w_uk: jax.Array,
+    cache: jax.Array,
+    slots: jax.Array,
+    *,
+    q_scale: float | jax.Array = 1.0,
+    k_scale: float | jax.Array = 1.0,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    q_dtype: Any = None,
+    return_q_norm: bool,
+    axes: MeshAxes | None = None,
+    dcp_axis: str | None = None,
+    implementation: str = "auto",
+) -> tuple[jax.Array, ...]: ...
+
+
 def q_absorb(
     qkv: jax.Array,
     q_norm: jax.Array,
@@ -116,8 +138,9 @@ def q_absorb(
             the compiler. None for the arrays of one device.
         dcp_axis: inside your own `jax.shard_map` over all mesh axes: the one axis over whose D
             ranks queries are gathered, heads in order of ranks. None gathers nothing.
-        implementation: "auto" for the kernel on a supported GPU and the reference elsewhere,
-            "cuda" for the kernel or an error, "reference" for plain jax.numpy.
+        implementation: "auto" for the kernel where there is one for such a call that has run on
+            such a GPU, and the reference elsewhere (`jax_mla.supported` says why); "cuda" for the
+            kernel or an error; "reference" for plain jax.numpy.
 
     Returns:
         (q, cache): q is [B, H, 576] of `q_dtype`, 512 absorbed nope then 64 rope columns a head,
@@ -150,6 +173,7 @@ def q_absorb(
     runtime.register()
     scalars.check_eps(eps)
     scalars.check_implementation(implementation)
+    scalars.check_flag("return_q_norm", return_q_norm)
     arrays = {
         "qkv": qkv,
         "q_norm": q_norm,
@@ -176,6 +200,11 @@ def q_absorb(
     options = {"eps": float(eps), "implementation": implementation}
     if axes is None:
         return sharding.on_device(arrays, form, dcp_axis=dcp_axis, **options)
+    if not isinstance(axes, MeshAxes):
+        raise TypeError(
+            f"axes must be jax_mla.MeshAxes, got {type(axes).__name__}."
+            " Name the mesh axes: jax_mla.MeshAxes(batch=..., heads=..., dcp=...)."
+        )
     if dcp_axis is not None:
         raise ValueError(
             f"dcp_axis must be None where axes are given, got {dcp_axis!r}."
@@ -250,7 +279,11 @@ def supported(
         style=formats.STYLES[0] if rope else None,
         q_latent=return_q_norm,
     )
-    device = device or jax.local_devices()[0]
+    device = jax.local_devices()[0] if device is None else device
+    if not isinstance(device, jax.Device):
+        raise TypeError(
+            f"device must be a jax.Device, got {type(device).__name__}. Pass one of jax.devices()."
+        )
     if device.platform != "gpu":
         return f"{device} is no NVIDIA GPU: kernels are shipped for NVIDIA GPUs only."
     return (

@@ -1,6 +1,7 @@
 """What a model's configuration (config.json of a Hugging Face checkpoint) says about attention."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jax_mla.errors import UnsupportedError
@@ -14,7 +15,16 @@ DEEPSEEK_YARN = ("yarn", "deepseek_yarn")
 
 
 def text_part(config: Config) -> Config:
-    """Returns the language model's fields of a configuration that nests them, else all of it."""
+    """Returns the language model's fields of a configuration that nests them, else all of it.
+
+    Raises:
+        TypeError: it is text, a path or None.
+    """
+    if config is None or isinstance(config, str | Path):
+        raise TypeError(
+            f"config must be the parsed config.json, got {type(config).__name__}."
+            " Pass json.loads(path.read_text())."
+        )
     part: Config = optional(config, "text_config", config)
     return part
 

@@ -78,10 +78,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _prefix(names: Mapping[str, Path], layer: int | str) -> str:
-    pattern = re.compile(
-        r"((?:.*\.)?layers\.(\d+)\.self_attn\.(?:\d+\.)?)kv_a_proj_with_mqa\.weight"
-    )
-    matches = [match for name in names if (match := pattern.fullmatch(name))]
+    matches = [match for name in names if (match := _KV_A_PROJ.fullmatch(name))]
     prefixes = {match[1]: int(match[2]) for match in matches}
     if isinstance(layer, str):
         found = [prefix for prefix in prefixes if prefix.rstrip(".") == layer.rstrip(".")]
@@ -96,7 +93,7 @@ def _prefix(names: Mapping[str, Path], layer: int | str) -> str:
         numbers = sorted(set(prefixes.values()))
         listed = ", ".join(map(str, numbers)) or "none"  # not all layers need have MLA
         raise ValueError(
-            f"layer must be one with MLA, which this checkpoint has in {listed}, got {layer}."
+            f"layer must be one with MLA, which this checkpoint has in {listed}, got {layer!r}."
             " Pass its number, or the prefix of its tensors' names."
         )
     return found[0]

@@ -114,7 +114,7 @@ def _refuse_global_arrays(names: Iterable[str], specs: Iterable[P]) -> None:
     for name, spec in zip(names, specs, strict=True):
         if any(axes is not None for axes in spec):
             raise ValueError(
-                f"{name} must be whole on each device, got it sharded as {spec}."
+                f"{rules.label(name)} must be whole on each device, got it sharded as {spec}."
                 " Name the mesh axes with axes=, or call q_absorb inside jax.shard_map."
             )
 
@@ -213,6 +213,8 @@ def _lower_for_cuda(
 
 def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
     if implementation == "cuda":
+        if reason := variants.unsupported_reason(params["form"]):
+            raise UnsupportedError(reason)
         raise UnsupportedError(
             'implementation="cuda" needs an NVIDIA GPU, the program is compiled for'
             f" {' and '.join(ctx.module_context.platforms)}."
@@ -254,7 +256,7 @@ batching.primitive_batchers[q_absorb_p] = _batch
 
 def _refuse_derivative(*_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(
-        "q_absorb has no derivative: it returns 8-bit values and is for inference."
+        "q_absorb has no derivative: it is for inference."
         " Apply jax.lax.stop_gradient to its arguments, or differentiate unquantised attention."
     )
 

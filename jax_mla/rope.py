@@ -1,7 +1,9 @@
 """Rotary position embedding: the table of cosines and sines, and the positions of one step."""
 
 import dataclasses
+import json
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,19 +46,19 @@ class Rope:
         >>> step = rope.at(jnp.array([17, 4711], jnp.int32))
     """
 
-    cos_sin: jax.Array
-    positions: jax.Array | None = None
+    cos_sin: jax.Array | npt.NDArray[np.float32]
+    positions: jax.Array | npt.NDArray[np.int32] | None = None
     style: str = dataclasses.field(default="interleaved", metadata={"static": True})
 
     def __post_init__(self) -> None:
         # The arrays stay unchecked: transformations build pytrees with other leaves.
         if self.style not in STYLES:
             raise ValueError(
-                f"style must be one of {', '.join(STYLES)}, got {self.style!r}."
+                f"rope's style must be one of {', '.join(STYLES)}, got {self.style!r}."
                 ' DeepSeek, Kimi and LongCat are "interleaved".'
             )
 
-    def at(self, positions: jax.Array) -> "Rope":
+    def at(self, positions: jax.Array | npt.NDArray[np.int32]) -> "Rope":
         """Returns the same table for the tokens of one step, positions [B] int32."""
         return dataclasses.replace(self, positions=positions)
 
@@ -124,6 +126,8 @@ class Rope:
             ValueError: a number is out of range, or there is no such style.
         """
         _check("factor", factor, 1)
+        _check("mscale", mscale, 0)
+        _check("mscale_all_dim", mscale_all_dim, 0)
         _check("original_max_positions", original_max_positions, 1)
         _check("beta_slow", beta_slow, 0, above=True)
         _check("beta_fast", beta_fast, beta_slow)
@@ -179,6 +183,15 @@ class Rope:
         return cls.yarn(**common, **_yarn_options(given))
 
 
+# Programs with a Rope among their arguments can then be exported and saved.
+jax.export.register_pytree_node_serialization(
+    Rope,
+    serialized_name="jax_mla.Rope",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda text: tuple(json.loads(text)),
+)
+
+
 def yarn_mscale(factor: float, weight: float) -> float:
     """Returns 0.1 * weight * ln(factor) + 1, and 1 where nothing is scaled.
 
@@ -223,7 +236,7 @@ def _yarn_options(given: dict[str, Any]) -> dict[str, Any]:
 def _frequencies(theta: float, dim: int) -> Doubles:
     """Returns the radians [dim / 2] that each pair turns in a position."""
     _check("theta", theta, 1, above=True)
-    _check("dim", dim, 2)
+    _check_count("dim", dim)
     if dim % 2:
         raise ValueError(f"dim must be even, got {dim}. Columns rotate in pairs.")
     exponents: Doubles = -np.arange(0, dim, 2, dtype=np.float64) / dim
@@ -244,7 +257,7 @@ def _ramp(low: float, high: float, count: int) -> Doubles:
 
 
 def _table(frequencies: Doubles, max_positions: int, factor: float = 1.0) -> jax.Array:
-    _check("max_positions", max_positions, 1)
+    _check_count("max_positions", max_positions)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequencies
     table = np.empty((max_positions, 2 * len(frequencies)), np.float32)
     table[:, : len(frequencies)] = factor * np.cos(angles)
@@ -253,8 +266,18 @@ def _table(frequencies: Doubles, max_positions: int, factor: float = 1.0) -> jax
 
 
 def _check(name: str, value: float, least: float, *, above: bool = False) -> None:
-    if not (value > least if above else value >= least):
+    found = isinstance(value, numbers.Real) and math.isfinite(value)
+    if not (found and (value > least if above else value >= least)):
         bound = "above" if above else "at least"
         raise ValueError(
-            f"{name} must be {bound} {least:g}, got {value}. Take it from the model's config."
+            f"{name} must be a finite number {bound} {least:g}, got {value!r}."
+            " Take it from the model's config."
+        )
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(
+            f"{name} must be an integer of at least 1, got {value!r}."
+            " Take it from the model's config."
         )

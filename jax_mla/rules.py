@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from jax_mla.formats import BF16, CACHE_FORMATS, E4M3, FP8_DS_MLA, PLAIN, STYLES, CacheFormat, Form
-from jax_mla.geometry import DEEPSEEK, nearest_geometry
+from jax_mla.formats import BF16, CACHE_FORMATS, E4M3, FP8_DS_MLA, PLAIN, CacheFormat, Form
+from jax_mla.geometry import DEEPSEEK, Geometry, nearest_geometry
 
 # Sizes of the geometry that the kernels are compiled for.
 Q_RANK, KV_RANK, NOPE, ROPE = DEEPSEEK.q_rank, DEEPSEEK.kv_rank, DEEPSEEK.nope, DEEPSEEK.rope
@@ -119,7 +119,7 @@ _RULES = {
     "cos_sin": _Rule(
         "float32",
         "[M, {rope}] with a row for each position",
-        "Make it with jax_mla.Rope.yarn or Rope.default.",
+        "Make it with jax_mla.Rope.yarn or Rope.default, dim={rope}.",
     ),
     "positions": _Rule(
         "int32",
@@ -128,6 +128,11 @@ _RULES = {
     ),
 }
 _LABELS = {"cos_sin": "rope.cos_sin", "positions": "rope.positions"}
+
+
+def label(name: str) -> str:
+    """Returns what users call an array."""
+    return _LABELS.get(name, name)
 
 
 def form_of(
@@ -146,7 +151,7 @@ def form_of(
         q_latent: whether the normalised query latent is returned.
 
     Raises:
-        ValueError: there is no such style, or attention does not take such queries and rows.
+        ValueError: attention does not take such queries and rows.
     """
     shapes = {name: tuple(getattr(array, "shape", ())) for name, array in arrays.items()}
     geometry = nearest_geometry(
@@ -154,13 +159,7 @@ def form_of(
         kv_ranks=shapes["w_uk"][2:3] + shapes["kv_norm"][:1],
         nopes=shapes["w_uk"][1:2],
     )
-    has_scales = shapes["cache"][2:3] == (FP8_DS_MLA.columns(geometry),)
-    stored = _cache_format(arrays["cache"], has_scales)
-    if style is not None and style not in STYLES:
-        raise ValueError(
-            f"rope.style must be one of {', '.join(STYLES)}, got {style!r}."
-            " DeepSeek's checkpoints are interleaved."
-        )
+    stored = _cache_format(arrays["cache"], geometry)
     return Form(
         geometry=geometry,
         cache=stored,
@@ -184,10 +183,10 @@ def query_dtype(cache: CacheFormat, q_dtype: str | None) -> str:
     return q_dtype or cache.q_dtypes[0]
 
 
-def _cache_format(cache: Any, has_scales: bool) -> CacheFormat:
+def _cache_format(cache: Any, geometry: Geometry) -> CacheFormat:
     dtype = _dtype_name(cache)
-    if dtype == FP8_DS_MLA.dtype and not has_scales:
-        return E4M3  # bytes of e4m3, or a mistake: the message about the dtype says what to do
+    if dtype == FP8_DS_MLA.dtype and tuple(cache.shape[2:]) == (geometry.row,):
+        return E4M3  # bytes of e4m3: the message about the dtype says what to do
     return next((format_ for format_ in CACHE_FORMATS if format_.dtype == dtype), E4M3)
 
 
@@ -256,24 +255,24 @@ def check_array(name: str, value: Array, form: Form = PLAIN) -> None:
     Raises:
         TypeError: it is not.
     """
-    label = _LABELS.get(name, name)
+    shown = label(name)
     dtype = form.cache.dtype if name == "cache" else _RULES[name].dtype
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
         convert = f"Convert it: jnp.asarray({name}, jnp.{dtype})."
         raise TypeError(
-            f"{label} must be an array of {dtype}, got {type(value).__name__}."
-            f" {convert if label == name else _filled(_RULES[name].remedy, form)}"
+            f"{shown} must be an array of {dtype}, got {type(value).__name__}."
+            f" {convert if shown == name else _filled(_RULES[name].remedy, form)}"
         )
     found = _dtype_name(value)
     if found != dtype:
         others = f" (or {BF16.dtype}, or {FP8_DS_MLA.dtype} rows of fp8_ds_mla)"
         raise TypeError(
-            f"{label} must have dtype {dtype}{others if name == 'cache' else ''}, got {found}."
+            f"{shown} must have dtype {dtype}{others if name == 'cache' else ''}, got {found}."
             f" Convert it where it is made: {_conversion(name, dtype, found)}."
         )
     if not all(isinstance(size, int) for size in value.shape):
         raise TypeError(
-            f"{label} must have a shape of plain integers, got {list(value.shape)}."
+            f"{shown} must have a shape of plain integers, got {list(value.shape)}."
             " Trace one program for each shape: the kernel is chosen by batch and heads."
         )
 
@@ -303,8 +302,7 @@ def _shape_error(
     layout, remedy = (_filled(text, form) for text in _RULES[name][1:])
     known = expected is None or str(expected) in layout
     sizes = "" if known else f" = {expected}"
-    label = _LABELS.get(name, name)
-    return ValueError(f"{label} must be {layout}{sizes}, got {list(value.shape)}. {remedy}")
+    return ValueError(f"{label(name)} must be {layout}{sizes}, got {list(value.shape)}. {remedy}")
 
 
 def check_limits(problem: Problem) -> None:

@@ -78,6 +78,19 @@ def check_implementation(implementation: str) -> None:
         )
 
 
+def check_flag(name: str, flag: Any) -> None:
+    """Checks an option that is on or off.
+
+    Raises:
+        TypeError: it is neither True nor False.
+    """
+    if not isinstance(flag, bool):
+        raise TypeError(
+            f"{name} must be True or False, got {type(flag).__name__}."
+            " It fixes the number of results: make it a static argument of jax.jit."
+        )
+
+
 def check_unscaled(name: str, scale: Any, values: str) -> None:
     """Checks that nobody scales what is stored as it is.
 
@@ -90,9 +103,10 @@ def check_unscaled(name: str, scale: Any, values: str) -> None:
         ValueError: it is anything but the number 1.
     """
     if not (isinstance(scale, numbers.Real) and scale == 1):
+        found = scale if isinstance(scale, numbers.Real) else type(scale).__name__
         raise ValueError(
-            f"{name} must be 1.0 with {values}, which are stored as they are, got {scale}."
-            " Leave it out."
+            f"{name} must be the Python number 1 with {values}, which are stored as they are, got"
+            f" {found}. Leave it out."
         )
 
 

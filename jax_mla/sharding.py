@@ -254,8 +254,9 @@ def _laid_out(name: str, x: Any, spec: P, mesh: AnyMesh) -> Any:
     )
     if any(split) and split not in (traced, concrete):
         raise ValueError(
-            f"{name} must be split as {spec}, got {found}: a step would have to move it between"
-            f" devices. Place it once as axes.shardings().{name} says, which splits by dcp last."
+            f"{rules.label(name)} must be split as {spec}, got {found}: a step would have to move"
+            f" it between devices. Place it once as axes.shardings().{name} says"
+            f"{', which splits by dcp last' if len(spec) else ''}."
         )
     if not explicit:
         return x

@@ -1,5 +1,6 @@
 """Turns one layer of a Hugging Face checkpoint into the arguments of `jax_mla.q_absorb`."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mla import hf_config
+from jax_mla import hf_config, scalars
 from jax_mla.errors import UnsupportedError
 from jax_mla.hf_files import read_layer
 from jax_mla.hf_tensors import LayerTensors
@@ -48,6 +49,15 @@ class Layer:
     w_o: jax.Array | None
     eps: float = field(metadata={"static": True})
     softmax_scale: float = field(metadata={"static": True})
+
+
+# Programs with a Layer among their arguments can then be exported and saved.
+jax.export.register_pytree_node_serialization(
+    Layer,
+    serialized_name="jax_mla.weights.Layer",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda text: tuple(json.loads(text)),
+)
 
 
 def from_hf(
@@ -105,6 +115,7 @@ def from_hf(
     values = hf_config.optional(config, "v_head_dim", hidden // head_count)  # MiniCPM3 has none
     if eps is None:
         eps = hf_config.required(config, "rms_norm_eps", "Pass eps=.")
+    scalars.check_eps(eps)
     held = _held(heads, head_count)
     tensors = LayerTensors(layer_tensors, hf_config.fp8_block(config))
     q_factor, kv_factor = hf_config.latent_factors(config)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -120,6 +121,16 @@ def test_a_checkpoint_that_is_given_decodes(
     testing.write_checkpoint(tmp_path, heads=3, hidden=192)
     checkpoint = ["--checkpoint", str(tmp_path), "--layer", "0"]
     assert deepseek_layer.main([*LAYER_OPTIONS, *checkpoint]) == 0
+
+
+def test_a_configuration_of_a_newer_spelling_decodes(
+    deepseek_layer: ModuleType, tmp_path: pathlib.Path
+) -> None:
+    testing.write_checkpoint(tmp_path, heads=2, hidden=192)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    assert deepseek_layer.main([*LAYER_OPTIONS, "--checkpoint", str(tmp_path)]) == 0
 
 
 def test_a_checkpoint_of_another_family_is_refused(

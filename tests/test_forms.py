@@ -194,7 +194,7 @@ def quarter_turns(style: str) -> jax_mla.Rope:
     turns = np.random.default_rng(7).integers(0, 4, (50, 32))
     cos, sin = np.array([1, 0, -1, 0])[turns], np.array([0, 1, 0, -1])[turns]
     table = np.concatenate([cos, sin], axis=1, dtype=np.float32)
-    return jax_mla.Rope(table, np.arange(BATCH, dtype=np.int32), style)  # type: ignore[arg-type]
+    return jax_mla.Rope(table, np.arange(BATCH, dtype=np.int32), style)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -282,10 +282,18 @@ def test_a_rope_is_a_rope_of_a_known_style() -> None:
         ("bf16", {"q_dtype": E4M3}, "q_dtype must be bfloat16 with bf16 cache rows, got float8_e4"),
         ("fp8_ds_mla", {"q_dtype": E4M3}, "q_dtype must be bfloat16 with fp8_ds_mla cache rows"),
         ("e4m3", {"q_dtype": "float16"}, "q_dtype must be float8_e4m3fn or bfloat16 with e4m3"),
-        ("bf16", {"q_scale": 0.5}, "q_scale must be 1.0 with bfloat16 queries, which .* got 0.5"),
-        ("e4m3", {"q_dtype": BF16, "q_scale": 2}, "q_scale must be 1.0 with bfloat16 queries"),
-        ("bf16", {"k_scale": 0.5}, "k_scale must be 1.0 with bf16 cache rows"),
-        ("fp8_ds_mla", {"k_scale": jnp.float32(1)}, "k_scale must be 1.0 with fp8_ds_mla cache"),
+        (
+            "bf16",
+            {"q_scale": 0.5},
+            "q_scale must be the Python number 1 with .* got 0.5",
+        ),
+        ("e4m3", {"q_dtype": BF16, "q_scale": 2}, "q_scale must be the Python number 1 with bf"),
+        ("bf16", {"k_scale": 0.5}, "k_scale must be the Python number 1 with bf16 cache rows"),
+        (
+            "fp8_ds_mla",
+            {"k_scale": jnp.float32(1)},
+            "k_scale must be .* got ArrayImpl",
+        ),
     ],
 )
 def test_mixtures_without_a_meaning_are_refused(
@@ -298,6 +306,89 @@ def test_mixtures_without_a_meaning_are_refused(
 def test_a_dtype_is_a_dtype() -> None:
     with pytest.raises(TypeError, match=r"q_dtype must be a dtype, got 'fp8'\. Pass jnp\.bf"):
         absorb(make_inputs(2, 1), q_dtype="fp8")
+
+
+@pytest.mark.parametrize("shape", [(8, 656), (2, 4, 1, 656), (2, 4, 640)])
+def test_a_uint8_cache_of_another_shape_is_told_the_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"cache must be \[P, S, 656\].*jnp\.uint8"):
+        absorb(make_inputs(2, 1) | {"cache": jnp.zeros(shape, jnp.uint8)})
+
+
+def test_options_of_another_type_are_refused() -> None:
+    inputs = make_inputs(2, 1)
+    with pytest.raises(
+        TypeError, match=r"return_q_norm must be True or False, got .*Tracer.*stati"
+    ):
+        jax.jit(lambda flag: absorb(inputs, return_q_norm=flag))(True)
+    with pytest.raises(TypeError, match=r"axes must be jax_mla\.MeshAxes, got str\. Name"):
+        absorb(inputs, axes="data")
+    with pytest.raises(TypeError, match=r"device must be a jax\.Device, got str\. Pass one"):
+        jax_mla.supported("gpu")
+
+
+@by_name
+def test_a_program_with_a_rope_among_its_arguments_is_saved(cache: CacheFormat) -> None:
+    inputs = make_inputs(3, 2, rope="half", cache=cache.name)
+    step = jax.jit(lambda given: absorb(given, return_q_norm=True))
+    checks = jax_mla.export_checks()
+    exported = jax.export.export(step, platforms=("cpu",), disabled_checks=checks)(inputs)
+    again = jax.export.deserialize(exported.serialize())
+    assert_same(again.call(inputs), step(inputs))
+
+
+@pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", "bfloat16"])
+def test_the_check_finds_a_rotation_of_what_was_not_rounded(q_dtype: str) -> None:
+    inputs = make_inputs(32, 2, rope="half")
+    expected, rope = testing.oracle(inputs, q_dtype=q_dtype), inputs["rope"]
+    exact = expected.q_latent @ np.asarray(inputs["w_qb"]).astype(np.float64).T
+    q_pe = exact.reshape(32, 2, 192)[:, :, 128:].astype(np.float32)
+    angles = rope.cos_sin[jnp.clip(rope.positions, 0, rope.cos_sin.shape[0] - 1)]
+    turned = np.asarray(reference.rotate(jnp.asarray(q_pe), angles[:, None], rope.style))
+    wrong = expected.query.copy()
+    wrong[..., 512:] = turned.astype(wrong.dtype)
+    with pytest.raises(AssertionError, match="rope columns"):
+        testing.check_query(wrong, expected)
+
+
+def spoiled(array: Any, place: Any, by: int) -> Any:
+    """A copy with the bits of one value moved."""
+    changed = np.array(array)
+    bits = changed.view({1: np.uint8, 2: np.uint16}[changed.dtype.itemsize])
+    bits[place] = bits[place].astype(np.int32) + by
+    return changed
+
+
+def test_the_checks_fail_on_what_they_forbid_of_bf16_values() -> None:
+    inputs = make_inputs(4, 2, rope="half", cache="bf16")
+    expected = testing.oracle(inputs)
+    latent = expected.q_latent.astype(BF16)
+    largest = np.unravel_index(np.abs(expected.values).argmax(), expected.values.shape)
+    row = tuple(np.argwhere(expected.written)[0])
+    other = tuple(np.argwhere(~expected.written)[0])
+    testing.check_query(spoiled(expected.query, largest, 1), expected)
+    testing.check_q_latent(spoiled(latent, (0, 0), 1), expected)
+    testing.check_cache(spoiled(expected.cache, (*row, 3), 1), expected)
+    zeros = np.where(np.arange(576) % 8, expected.query.astype(np.float32), 0).astype(BF16)
+    for check_, wrong in (
+        (testing.check_query, spoiled(expected.query, largest, 3)),
+        (testing.check_query, zeros),
+        (testing.check_q_latent, spoiled(latent, (0, 0), 2)),
+        (testing.check_q_latent, spoiled(latent, np.s_[0, :20], 1)),
+        (testing.check_cache, spoiled(expected.cache, (*row, 3), 2)),
+        (testing.check_cache, spoiled(expected.cache, (*other, 3), 1)),
+        (testing.check_cache, spoiled(expected.cache, (*row, np.s_[:50]), 1)),
+    ):
+        with pytest.raises(AssertionError, match="differ"):
+            check_(wrong, expected)
+
+
+def test_the_check_fails_on_what_it_forbids_of_fp8_ds_mla_rows() -> None:
+    expected = testing.oracle(make_inputs(4, 1, cache="fp8_ds_mla"))
+    row = tuple(np.argwhere(expected.written)[0])
+    latent = int(np.argmax(expected.cache[row][:512] & 0x7F))
+    for column, by in ((latent, -2), (514, 1), (515, 1), (600, 4), (655, 1)):
+        with pytest.raises(AssertionError, match="differ"):
+            testing.check_cache(spoiled(expected.cache, (*row, column), by), expected)
 
 
 def test_sizes_of_no_known_model_are_compared_with_the_nearest() -> None:

@@ -67,7 +67,7 @@ def test_a_layer_with_two_attentions_needs_a_prefix(tmp_path: Path) -> None:
         (
             ["2.self_attn.kv_a_proj_with_mqa"],
             "model.layers.3.self_attn",
-            "in 2, got model.layers.3",
+            "in 2, got 'model.layers.3",
         ),
         (["0.self_attn.k_proj"], 0, "in none, got 0"),
     ],

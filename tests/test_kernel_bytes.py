@@ -122,6 +122,20 @@ def test_every_style_goes_with_every_format(key: str, style: str | None, cache: 
         check_form(f"{key}_fp8", inputs, "float8_e4m3fn", q_latent=True)
 
 
+@pytest.mark.parametrize(
+    ("key", "stored", "q_dtype"),
+    [
+        ("tiled_c8_t8_fp8", "e4m3", "float8_e4m3fn"),
+        ("tiled_c2_t16_bf16", "fp8_ds_mla", "bfloat16"),
+        ("resident_c1_t64_bf16", "bf16", "bfloat16"),
+        ("resident_c1_t64_fp8", "e4m3", "float8_e4m3fn"),
+    ],
+)
+def test_tiles_after_the_first_find_their_positions(key: str, stored: str, q_dtype: str) -> None:
+    inputs = inputs_of(kernel(key).tokens + 3, 2, rope="half", cache=stored)
+    check_form(key, inputs, q_dtype, q_latent=True)
+
+
 @pytest.mark.parametrize("cache", [stored.name for stored in CACHE_FORMATS])
 def test_rows_of_general_forms_are_dropped_and_shared_alike(cache: str) -> None:
     inputs = inputs_of(7, 1, rope="half", cache=cache, columns=QKV_COLUMNS + 8)

@@ -1,5 +1,6 @@
 """Tensors, configurations and heads that `from_hf` refuses, and what it says."""
 
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -140,3 +141,16 @@ def test_heads_that_there_are_not_are_refused(tensors: Tensors, held: Any) -> No
 def test_heads_of_another_type_are_refused(tensors: Tensors) -> None:
     with pytest.raises(TypeError, match="heads must be a range or a slice, got list"):
         weights.from_hf(tensors, DEEPSEEK_V3, heads=[0, 1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", ["config.json", Path("config.json"), None])
+def test_a_configuration_that_was_not_read_is_refused(tensors: Tensors, config: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"config must be the parsed config\.json, got .*json\.loads"
+    ):
+        weights.from_hf(tensors, config)
+
+
+def test_an_epsilon_that_is_none_is_refused(tensors: Tensors) -> None:
+    with pytest.raises(ValueError, match=r"eps must be finite and at least 0, got -1\.0"):
+        weights.from_hf(tensors, DEEPSEEK_V3, eps=-1)

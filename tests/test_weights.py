@@ -237,6 +237,13 @@ def test_a_head_width_that_the_configuration_leaves_out_is_an_even_share() -> No
     assert layer.w_uv.shape == (HEADS, 40, 512)
 
 
+def test_a_program_with_a_layer_among_its_arguments_is_saved(tensors: Tensors) -> None:
+    layer = weights.from_hf(tensors, DEEPSEEK_V3)
+    step = jax.jit(lambda layer: layer.kv_norm * layer.softmax_scale)
+    again = jax.export.deserialize(jax.export.export(step)(layer).serialize())
+    np.testing.assert_array_equal(again.call(layer), step(layer))
+
+
 def test_a_layer_is_a_pytree_with_static_numbers(tensors: Tensors) -> None:
     layer = weights.from_hf(tensors, DEEPSEEK_V3)
     assert len(jax.tree.leaves(layer)) == 7

@@ -76,6 +76,11 @@ ffi::Error InitializeImpl(int32_t ordinal, std::string_view key, int32_t abi, fl
 // Adds the operands and results that only some calls have.
 ffi::Error AddOptional(Operands& o, const ffi::RemainingArgs& args,
                        const ffi::RemainingRets& rets) {
+  if ((args.size() != 0 && args.size() != 2) || rets.size() > 1) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                      "9 or 11 operands and 2 or 3 results expected. Call it through"
+                      " jax_mla.q_absorb.");
+  }
   if (args.size() != 0) {
     auto cos_sin = args.get<ffi::AnyBuffer>(0), positions = args.get<ffi::AnyBuffer>(1);
     if (cos_sin.has_error()) return cos_sin.error();

@@ -26,7 +26,7 @@ struct Changes {
   std::string kernel = "tiled_c8_t4";
   XLA_FFI_DataType q_dtype = kE4m3, cache_dtype = kE4m3;
   int32_t style = 0;
-  bool has_rope = false, has_latent = false;
+  bool has_rope = false, has_latent = false, has_more = false;
   std::vector<int64_t> table = {9, 64};
   int64_t positions = 5, latent_columns = 1536;
 };
@@ -43,6 +43,7 @@ CallFrame QAbsorb(const Changes& c) {
       .Operand(kF32, {}, 0x70004)
       .Operand(kF32, {}, 0x80004);
   if (c.has_rope) frame.Operand(kF32, c.table, 0xA0000).Operand(kS32, {c.positions}, 0xB0004);
+  if (c.has_more) frame.Operand(kS32, {c.positions}, 0xB0004);
   frame.Result(c.q_dtype, {c.batch, c.heads, 576}, 0x90000)
       .Result(c.cache_dtype, {c.pages, 70000, c.row}, c.cache_out);
   if (c.has_latent) frame.Result(kBf16, {c.batch, c.latent_columns}, 0xD0000);
@@ -186,6 +187,8 @@ void OptionsThatWouldLeaveABufferAreRefused() {
   CheckContains(Execute({.kernel = "fp8", .has_latent = true, .latent_columns = 1024}),
                 "q_latent must be [batch, 1536]");
   CheckContains(Execute({.row = 656, .kernel = "bf16", .q_dtype = kBf16}), "cache must be");
+  CheckContains(Execute({.has_more = true}), "9 or 11 operands");
+  CheckContains(with([](Changes& c) { c.has_more = true; }), "9 or 11 operands");
   CheckContains(Execute({.kernel = "bf16", .q_dtype = kBf16, .cache_dtype = kU8}), "656] uint8");
   CHECK(driver->count == 0);
 }

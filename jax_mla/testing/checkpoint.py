@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from jax_mla.errors import SetupError
 from jax_mla.geometry import DEEPSEEK
 
 BLOCK = 128
@@ -40,8 +41,17 @@ def write_checkpoint(
         heads: `num_attention_heads`, 128 in DeepSeek-V3.
         hidden: `hidden_size`, 7168 in DeepSeek-V3.
         seed: of the random numbers.
+
+    Raises:
+        jax_mla.SetupError: the package safetensors is not installed.
     """
-    from safetensors.numpy import save_file
+    try:
+        from safetensors.numpy import save_file
+    except ImportError:
+        raise SetupError(
+            "Writing a checkpoint needs the package safetensors, which is not installed."
+            " Run `pip install 'jax_mla[hf]'`."
+        ) from None
 
     folder = Path(folder)
     tensors = _tensors(heads, hidden, np.random.default_rng(seed))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mla import scalars
 from jax_mla.formats import CACHE_FORMATS
 from jax_mla.geometry import GEOMETRIES
 from jax_mla.rope import Rope
@@ -44,8 +45,10 @@ def make_inputs(
         cache is full of random bytes without NaN; no two slots are equal.
 
     Raises:
-        ValueError: the cache has fewer rows than the batch.
+        ValueError: the cache has fewer rows than the batch, or there is no such format or model.
     """
+    size = scalars.named("model", model, GEOMETRIES)
+    stored = scalars.named("cache", cache, CACHE_FORMATS)
     if pages is None:
         pages = max(2, -(-2 * batch // page_size))
     if pages * page_size < batch:
@@ -53,8 +56,6 @@ def make_inputs(
             f"pages * page_size must be at least batch = {batch}, got {pages} * {page_size}."
             " Give the cache more pages."
         )
-    size = next(geometry for geometry in GEOMETRIES if geometry.name == model)
-    stored = next(format_ for format_ in CACHE_FORMATS if format_.name == cache)
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int, mean: float = 0.0, deviation: float = 1.0) -> jax.Array:

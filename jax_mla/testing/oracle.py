@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from jax_mla import scalars
 from jax_mla.formats import BF16, E4M3, TILE, Form
 from jax_mla.rope import Rope
 from jax_mla.rules import form_of
@@ -41,17 +42,28 @@ def oracle(
     q_scale: float = 1.0,
     k_scale: float = 1.0,
     eps: float = 1e-6,
-    q_dtype: str | None = None,
+    q_dtype: Any = None,
 ) -> Oracle:
-    """Returns the right results for arguments by name, as `make_inputs` gives them.
+    """Returns the right results of a call.
 
-    The inputs are copied: a call may take the cache by donation afterwards.
+    Args:
+        inputs: arguments by name, as `make_inputs` gives them. They are copied: a call may take the
+            cache by donation afterwards.
+        q_scale, k_scale, eps, q_dtype: as for `jax_mla.q_absorb`.
+
+    Raises:
+        ValueError: attention does not take such queries and rows.
     """
     x, q_norm, kv_norm, w_qb, w_uk = (
         np.asarray(inputs[name]).astype(np.float64)
         for name in ("qkv", "q_norm", "kv_norm", "w_qb", "w_uk")
     )
-    form = form_of(inputs, q_dtype=q_dtype)
+    rope = inputs.get("rope")
+    form = form_of(
+        inputs,
+        style=None if rope is None else rope.style,
+        q_dtype=scalars.dtype_name("q_dtype", q_dtype),
+    )
     size, heads = form.geometry, w_uk.shape[0]
     k_pe = x[:, size.q_rank + size.kv_rank : size.qkv_columns]
     kv_latent = _rms_norm(x[:, size.q_rank : size.q_rank + size.kv_rank], kv_norm, eps)
@@ -59,7 +71,7 @@ def oracle(
     q = round_to_bf16(q_latent @ w_qb.T).reshape(-1, heads, size.head_rows)
     nope, q_pe = q[:, :, : size.nope], q[:, :, size.nope :]
     absorbed = round_to_bf16(np.matmul(nope.transpose(1, 0, 2), w_uk).transpose(1, 0, 2))
-    if (rope := inputs.get("rope")) is not None:
+    if rope is not None:
         q_pe, k_pe = _rotated(q_pe.swapaxes(0, 1), rope).swapaxes(0, 1), _rotated(k_pe, rope)
     values = np.concatenate([absorbed, q_pe], axis=2)
     if form.q_dtype == E4M3.dtype:

@@ -15,24 +15,29 @@ from jax_mla import variants
 from jax_mla.testing import make_inputs
 
 BATCHES = (1, 11)
-FORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "fp8": {"rope": "half"},
-    "bf16": {"rope": "interleaved", "cache": "fp8_ds_mla"},
-}
+# Inputs, then options of the call; each form is there for each variant.
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"rope": "half"}, {"return_q_norm": True}),
+    ({"rope": "interleaved"}, {}),
+    ({}, {"return_q_norm": True}),
+    ({}, {"q_dtype": "bfloat16"}),
+    ({"rope": "half", "cache": "bf16"}, {}),
+    ({"rope": "interleaved", "cache": "fp8_ds_mla"}, {"return_q_norm": True}),
+]
 
 count = 0
 for batch in BATCHES:
-    for form, options in FORMS.items():
-        inputs = make_inputs(batch, 2, pages=3, page_size=5, **options)
+    for chosen, options in FORMS:
+        inputs = make_inputs(batch, 2, pages=3, page_size=5, **chosen)
         slots = np.asarray(inputs["slots"]).copy()
         slots[-1] = 14
         slots[: batch // 3] = -1
         for variant in variants.PLAIN_VARIANTS:
             with forced_variant(variant.key):
                 call = jax.jit(
-                    lambda arrays, latent=form != "plain": jax_mla.q_absorb(
-                        **arrays, return_q_norm=latent, implementation="cuda"
+                    lambda arrays, options=options: jax_mla.q_absorb(
+                        **arrays, **options, implementation="cuda"
                     )
                 )
                 jax.block_until_ready(call({**inputs, "slots": slots}))
