@@ -1,5 +1,6 @@
 """Wrong ropes, dtypes and mixtures are refused with a sentence; which kernel a form takes."""
 
+import functools
 import logging
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 import jax_mla
-from jax_mla import variants
+from jax_mla import primitive, runtime, variants
 from jax_mla.formats import CACHE_FORMATS, STYLES, CacheFormat
+from jax_mla.rules import form_of
+from jax_mla.runtime.library import library
 from jax_mla.testing import make_inputs
 
 by_name = pytest.mark.parametrize("cache", CACHE_FORMATS, ids=lambda stored: stored.name)
@@ -141,6 +144,25 @@ def test_the_call_of_a_kernel_has_what_the_form_needs(
             f"-> (tensor<3x2x576x{types[q_dtype]}>, {stored}, tensor<3x1536xbf16>)"
         )
         assert "output_tuple_indices = [1]" in call
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the call would run")
+@by_name
+@pytest.mark.parametrize("style", [None, *STYLES])
+def test_xla_hands_the_library_all_that_the_call_has(style: str | None, cache: CacheFormat) -> None:
+    """On a CPU the stream, argument 0 of the handler, is the only thing that it does not get."""
+    handler = jax.ffi.pycapsule(library().JaxMlaQAbsorb)
+    jax.ffi.register_ffi_target(runtime.TARGET, handler, platform="cpu")
+    inputs = make_inputs(3, 2, rope=style, cache=cache.name)
+    form = form_of(inputs, style=style, q_latent=style is not None)
+    arrays = {**inputs, "q_scale": jnp.float32(1), "k_scale": jnp.float32(1)}
+    if rope := arrays.pop("rope", None):
+        arrays |= {"cos_sin": rope.cos_sin, "positions": rope.positions}
+    call = functools.partial(primitive._kernel, form=form, key="small_c8_t1", eps=1e-6)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"bad operands at: 0\)[\s\S]*get platform"
+    ):
+        jax.block_until_ready(jax.jit(call)(*arrays.values()))
 
 
 @pytest.mark.parametrize(
