@@ -9,6 +9,7 @@ from shapes import CHECKED_HEADS
 
 from jax_mla.formats import CACHE_FORMATS, STYLES, CacheFormat, Form
 from jax_mla.geometry import GEOMETRIES
+from jax_mla.scalars import named
 from jax_mla.variants import unproven_reason, unsupported_reason
 
 GPUS = (1, 2, 4, 8, 16)
@@ -37,7 +38,7 @@ class Model:
 
     def form(self, cache: CacheFormat) -> Form:
         return Form(
-            geometry=next(size for size in GEOMETRIES if size.name == self.geometry),
+            geometry=named("geometry", self.geometry, GEOMETRIES),
             cache=cache,
             q_dtype=cache.q_dtypes[0],
             style=STYLES[0] if self.rotates else None,

@@ -71,10 +71,14 @@ def _names(form: Form) -> tuple[str, ...]:
     return OPERANDS + ROPE_OPERANDS if form.style else OPERANDS
 
 
+def _by_name(operands: Iterable[Any], form: Form) -> dict[str, Any]:
+    return dict(zip(_names(form), operands, strict=True))
+
+
 def _result_types(
     *operands: Any, form: Form, dcp_axis: str | None, ranks: int, **_: Any
 ) -> tuple[Any, ...]:
-    arrays = dict(zip(_names(form), operands, strict=True))
+    arrays = _by_name(operands, form)
     problem = rules.problem_of(arrays, form)
     rules.check_limits(problem)
     _refuse_global_arrays(arrays, (operand.sharding.spec for operand in operands))
@@ -120,7 +124,7 @@ def _refuse_global_arrays(names: Iterable[str], specs: Iterable[P]) -> None:
 
 
 def _kernel(*operands: jax.Array, form: Form, key: str, eps: float) -> Sequence[jax.Array]:
-    problem = rules.problem_of(dict(zip(_names(form), operands, strict=True)), form)
+    problem = rules.problem_of(_by_name(operands, form), form)
     if problem.columns % 8:  # the kernels read 16 aligned bytes at a time
         qkv = operands[_QKV][:, : form.geometry.qkv_columns]
         operands = (*operands[:_QKV], qkv, *operands[_QKV + 1 :])
@@ -180,8 +184,7 @@ def _lowering(local: Callable[..., Sequence[jax.Array]]) -> Any:
 
 def _gather_heads(q: jax.Array, axis: str) -> jax.Array:
     # As integers: not every platform's collectives know e4m3, and integers keep NaN as it is.
-    own = jax.lax.bitcast_convert_type(q, np.uint8 if q.dtype.itemsize == 1 else np.uint16)
-    heads = jax.lax.all_gather(own, axis, axis=1, tiled=True, to="invarying")
+    heads = jax.lax.all_gather(reference.as_integers(q), axis, axis=1, tiled=True, to="invarying")
     return jax.lax.bitcast_convert_type(heads, q.dtype)
 
 
@@ -205,7 +208,7 @@ def _lower_for_cuda(
 ) -> Any:
     if implementation != "reference":
         _refuse_hidden_gather(ctx)
-        problem = rules.problem_of(dict(zip(_names(form), ctx.avals_in, strict=True)), form)
+        problem = rules.problem_of(_by_name(ctx.avals_in, form), form)
         if key := _usable_kernel(problem, implementation):
             return _lower_kernel(ctx, *operands, form=form, key=key, **params)
     return _lower_reference(ctx, *operands, form=form, **params)

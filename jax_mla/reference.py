@@ -151,12 +151,13 @@ def insert(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
     written = (slots >= 0) & ~overwritten
     target = jnp.where(written, slots, count)
     # As integers: XLA converts e4m3 to scatter it, which would change NaN bytes of other rows.
-    stored, values = _as_integers(cache), _as_integers(rows)
+    stored, values = as_integers(cache), as_integers(rows)
     flat = stored.reshape(count, rows.shape[1]).at[target].set(values, mode="drop")
     return lax.bitcast_convert_type(flat.reshape(cache.shape), cache.dtype)
 
 
-def _as_integers(x: jax.Array) -> jax.Array:
+def as_integers(x: jax.Array) -> jax.Array:
+    """Returns the bits of 8-bit or 16-bit values as unsigned integers of that size."""
     return lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)
 
 
