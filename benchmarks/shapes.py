@@ -3,7 +3,7 @@
 CHECKED_HEADS = (
     *(1, 2),  # fewer heads than any released model leaves on a GPU
     *(6, 12, 24, 48, 96),  # Kimi-K3 over 16, 8, 4, 2 GPUs and one
-    *(8, 16, 64, 128),  # DeepSeek-V3 and Kimi-K2 over 16 and 8 GPUs, and unsharded
+    *(4, 8, 16, 32, 64, 128),  # DeepSeek-V3 and Kimi-K2 over 16, 8, 4, 2 GPUs and one
 )
 CHECKED_BATCHES = (
     *range(1, 10),  # the one-token kernel, then every fill of an 8-token tile

@@ -66,6 +66,47 @@ def test_the_check_finds_a_rotation_of_what_was_not_rounded(q_dtype: str) -> Non
         testing.check_query(wrong, expected)
 
 
+@pytest.mark.parametrize("style", [None, "half"])
+def test_a_rotation_makes_more_query_bytes_small(style: str | None) -> None:
+    expected = testing.oracle(make_inputs(4, 2, rope=style), q_scale=0.8)
+    rms = np.sqrt(np.mean(np.square(expected.values), axis=2, keepdims=True))
+    share, rope = np.abs(expected.values) / rms, np.arange(576) >= 512
+
+    def place(low: float, high: float, columns: Any) -> tuple[Any, ...]:
+        return tuple(np.argwhere((share > low) & (share < high) & columns)[0])
+
+    between = place(1 / 16, 1 / 4, rope)
+    testing.check_query(corrupted(expected.query, place(0, 1 / 16, rope), 4), expected)
+    wrong = [(place(1 / 4, 2, rope), 2), (place(1 / 16, 1 / 4, ~rope), 2), (between, 5)]
+    if style is None:
+        wrong.append((between, 2))
+    else:
+        testing.check_query(corrupted(expected.query, between, 4), expected)
+    for place_, steps in wrong:
+        with pytest.raises(AssertionError, match="query bytes"):
+            testing.check_query(corrupted(expected.query, place_, steps), expected)
+
+
+@pytest.mark.parametrize(("batch", "rare"), [(4, 8), (88, 10)])
+def test_few_bf16_query_values_may_be_off_by_more(batch: int, rare: int) -> None:
+    expected = testing.oracle(make_inputs(batch, 2, rope="half"), q_dtype="bfloat16")
+    rms = np.sqrt(np.mean(np.square(expected.values), axis=2, keepdims=True))
+    smallest = np.argsort(np.abs(expected.values / rms), axis=None)
+
+    def off(places: int, share: float) -> Any:
+        """That many values, the smallest ones, moved by a share of their row's RMS."""
+        wrong = expected.query.copy()
+        changed = (expected.values + share * rms).astype(BF16)
+        wrong.ravel()[smallest[:places]] = changed.ravel()[smallest[:places]]
+        return wrong
+
+    testing.check_query(off(30, 0.98 / 128), expected)
+    testing.check_query(off(rare, 0.98 / 32), expected)
+    for places, share in ((rare + 1, 1.02 / 128), (1, 1.02 / 32), (1, np.nan)):
+        with pytest.raises(AssertionError, match="query values"):
+            testing.check_query(off(places, share), expected)
+
+
 def spoiled(array: Any, place: Any, by: int) -> Any:
     """A copy with the bits of one value moved."""
     changed = np.array(array)

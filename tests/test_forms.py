@@ -49,6 +49,18 @@ def test_every_form_agrees_with_float64(style: str | None, cache: CacheFormat) -
         check(inputs, q_dtype)
 
 
+@pytest.mark.parametrize(
+    ("heads", "style", "cache", "seed"),
+    [(24, "interleaved", "e4m3", 24), (64, "half", "bf16", 65)],
+)
+def test_pairs_that_cancel_agree_with_float64(
+    heads: int, style: str, cache: str, seed: int
+) -> None:
+    """Rotated values of 1/15 of the RMS that are two e4m3 steps, or 1/60 of it as BF16, away."""
+    inputs = make_inputs(67, heads, pages=5, page_size=37, rope=style, cache=cache, seed=seed)
+    check(inputs, **({"q_scale": 0.8, "k_scale": 0.9} if cache == "e4m3" else {}))
+
+
 @by_name
 @pytest.mark.parametrize("model", GEOMETRIES, ids=lambda geometry: geometry.name)
 def test_every_model_agrees_with_float64(model: Geometry, cache: CacheFormat) -> None:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from kernel_calls import kernel_bytes, kernel_results, take
+from shapes import CHECKED_HEADS
 
 import jax_mla
 from jax_mla import testing, variants
@@ -16,7 +17,6 @@ PAGES, PAGE_SIZE = 5, 37
 BATCHES = (1, 2, 8, 11, 33, 67)
 KEYS = [variant.key for variant in variants.PLAIN_VARIANTS]
 FORMATS = [(stored.name, q_dtype) for stored in CACHE_FORMATS for q_dtype in stored.q_dtypes]
-HEADS = (1, 8, 12, 64, 128)
 
 
 def check(heads: int, variant: str | None, style: str | None, cache: str, q_dtype: str) -> None:
@@ -46,7 +46,7 @@ def test_every_variant_serves_every_form(
     check(2, key, style, cache, q_dtype)
 
 
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", CHECKED_HEADS)
 @pytest.mark.parametrize(
     ("style", "cache", "q_dtype"),
     [
