@@ -30,7 +30,8 @@ class Variant:
 
     Attributes:
         kernel: "small" multiplies one token with FP32 FMA, "tiled" a few with BF16 tensor-core MMA
-            while the weights lie in shared memory, "resident" many while the tokens do.
+            while the weights lie in shared memory, "resident" many while the tokens do. "exchange"
+            gathers queries through mailboxes; what follows means nothing there.
         cluster: CTAs that share one head; above 8 the cluster size is non-portable.
         tokens: tokens a cluster handles; the grid has ceil(B / tokens) clusters a head.
         form: "plain" has FP8 queries without RoPE and an FP8 cache. The general forms take more
@@ -38,14 +39,16 @@ class Variant:
             queries and cache, "bf16" with BF16 queries and a cache of any format.
     """
 
-    kernel: Literal["small", "tiled", "resident"]
-    cluster: int
-    tokens: int
+    kernel: Literal["small", "tiled", "resident", "exchange"]
+    cluster: int = 1
+    tokens: int = 1
     form: Literal["plain", "fp8", "bf16"] = "plain"
 
     @property
     def key(self) -> str:
         """The stable name under which programs refer to this variant."""
+        if self.kernel == "exchange":
+            return self.kernel
         suffix = "" if self.form == "plain" else f"_{self.form}"
         return f"{self.kernel}_c{self.cluster}_t{self.tokens}{suffix}"
 
@@ -53,6 +56,7 @@ class Variant:
 SMALL = Variant(kernel="small", cluster=8, tokens=1)
 SMALL_WIDE = Variant(kernel="small", cluster=16, tokens=1)
 RESIDENT = Variant(kernel="resident", cluster=1, tokens=64)
+EXCHANGE = Variant(kernel="exchange")
 
 # Clusters of each kernel that an H200 runs in one round: as many as fit at one CTA an SM, except
 # that 8 tokens in clusters of 8 lose little when two CTAs share an SM.
@@ -78,9 +82,9 @@ _GENERAL_VARIANTS = (
 )
 
 SHIPPED = {
-    "sm_90a": PLAIN_VARIANTS + _GENERAL_VARIANTS,
-    "sm_100a": PLAIN_VARIANTS,
-    "sm_103a": PLAIN_VARIANTS,
+    "sm_90a": (*PLAIN_VARIANTS, *_GENERAL_VARIANTS, EXCHANGE),
+    "sm_100a": (*PLAIN_VARIANTS, EXCHANGE),
+    "sm_103a": (*PLAIN_VARIANTS, EXCHANGE),
 }
 """Every variant that is built, linted and installed, by the target of its cubin."""
 

@@ -12,11 +12,12 @@ import pytest
 from build_modules import build_module
 
 import jax_mla
-from jax_mla.variants import ABI, ARCHS, PLAIN_VARIANTS, SHIPPED, THREADS
+from jax_mla.variants import ABI, ARCHS, EXCHANGE, PLAIN_VARIANTS, SHIPPED, THREADS
 
 CUBINS = Path(jax_mla.__path__[0]) / "cubins"
 MANIFEST = json.loads((CUBINS / "manifest.json").read_text())
 KERNELS: list[dict[str, Any]] = MANIFEST["kernels"]
+Q_ABSORB = [entry for entry in KERNELS if entry["key"] != EXCHANGE.key]
 SHARED_BYTES = 232_448
 """What a CTA may opt in to on compute capability 9.0 and 10.x."""
 SM_SHARED_BYTES = 233_472
@@ -41,15 +42,29 @@ def test_a_cubin_is_what_the_manifest_says(entry: dict[str, Any]) -> None:
     report = sass.lint(cubin)  # raises on spills, local memory and undefined uniform registers
     assert entry["shared_memory"] <= SHARED_BYTES
     assert report.registers == entry["registers"] <= SM_REGISTERS // THREADS
+    assert report.params == entry["params"]
+    assert entry["symbol"].encode() in cubin.read_bytes()
+
+
+def offsets_and_sizes(entry: dict[str, Any]) -> list[tuple[int, int]]:
+    return [(param["offset"], param["size"]) for param in entry["params"]]
+
+
+@pytest.mark.parametrize("entry", Q_ABSORB, ids=lambda e: f"{e['arch']}-{e['key']}")
+def test_the_library_passes_what_a_kernel_takes(entry: dict[str, Any]) -> None:
     # Ten pointers, row stride, cache rows, batch, eps: what the FFI library passes. General forms
     # then have three pointers, rows of the table, style and cache format.
-    assert report.params == entry["params"]
     options = entry["form"] != "plain"
     sizes = [8] * 12 + [4] * 2 + ([8] * 3 + [4] * 3 if options else [])
     offsets = [*range(0, 97, 8), 100, *([104, 112, 120, 128, 132, 136] if options else [])]
-    assert [param["size"] for param in entry["params"]] == sizes
-    assert [param["offset"] for param in entry["params"]] == offsets
-    assert entry["symbol"].encode() in cubin.read_bytes()
+    assert offsets_and_sizes(entry) == list(zip(offsets, sizes, strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_library_passes_what_the_gather_takes(arch: str) -> None:
+    # Queries, result, control block; batch, words a token, replacement.
+    places = [(0, 8), (8, 8), (16, 8), (24, 4), (28, 4), (32, 4)]
+    assert offsets_and_sizes(entry_of(EXCHANGE.key, arch)) == places
 
 
 def entry_of(key: str, arch: str) -> dict[str, Any]:
@@ -82,12 +97,24 @@ def opcodes(key: str, arch: str) -> list[str]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_tensor_cores_and_bulk_copies_are_used(arch: str) -> None:
-    for variant in SHIPPED[arch]:
+    for variant in set(SHIPPED[arch]) - {EXCHANGE}:
         names = opcodes(variant.key, arch)
         assert any(name.startswith("HMMA") for name in names) == (variant.kernel != "small")
         # Where the weights do not go straight into registers.
         assert any(name.startswith("UBLKCP") for name in names) == (variant.kernel != "resident")
         assert "ACQBULK" in names, "the wait for the previous kernel"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_only_the_gather_reaches_beyond_its_device(arch: str) -> None:
+    """And does so without fences: the protocol needs none."""
+    exchange = set(opcodes(EXCHANGE.key, arch))
+    assert {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS", "STG.E.STRONG.SYS"} <= exchange
+    assert any(name.startswith("ATOMG.E.INC") for name in exchange)
+    assert not any(name.startswith(("MEMBAR", "FENCE", "RED")) for name in exchange)
+    for variant in set(SHIPPED[arch]) - {EXCHANGE}:
+        names = opcodes(variant.key, arch)
+        assert not any(name.startswith("ATOM") or ".SYS" in name for name in names)
 
 
 def test_packed_fp32_where_the_gpu_has_it() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cuda.bindings.driver as cuda
-from cutlass import BFloat16, Constexpr, Float32, Int32, Int64, Uint8, cute
+from cutlass import BFloat16, Constexpr, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
 from cutlass.cute.runtime import make_ptr
 
+from jax_mla.kernels.exchange import ExchangeQueries
 from jax_mla.kernels.options import Options
 from jax_mla.kernels.resident import ResidentQuery
 from jax_mla.kernels.small import SmallQuery
@@ -21,6 +23,7 @@ KERNELS = {
     "small": SmallQuery,
     "tiled": TiledQuery,
     "resident": ResidentQuery,
+    "exchange": ExchangeQueries,
 }
 
 
@@ -69,13 +72,27 @@ def launch(
     )  # fmt: skip
 
 
-def compile_kernel(variant: Variant, arch: str) -> Compiled:
-    """Compiles `variant` for `arch`; no GPU is needed."""
-    query = KERNELS[variant.kernel](variant)
-    type(query).kernel.set_name_prefix(
-        variant.key, remove_cutlass_symbol=True, keep_mangled_name=False
+@cute.jit
+def launch_exchange(
+    exchange: Constexpr,
+    q: Int64,
+    out: Int64,
+    control: Int64,
+    batch: Int32,
+    words: Int32,
+    replacement: Uint32,
+    stream: cuda.CUstream,
+):
+    """The same for the kernel that gathers queries."""
+    exchange.kernel(q, out, control, batch, words, replacement).launch(
+        grid=[1, 1, 1],
+        block=[THREADS, 1, 1],
+        min_blocks_per_mp=exchange.blocks_per_sm,
+        stream=stream,
     )
 
+
+def _q_absorb_arguments(variant: Variant) -> list[Any]:
     def pointer(dtype):
         # Never followed: any non-null, aligned address will do.
         return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=16)
@@ -85,7 +102,7 @@ def compile_kernel(variant: Variant, arch: str) -> Compiled:
         options = Options(
             pointer(Float32), pointer(Int32), pointer(BFloat16), Int32(1), Int32(1), Int32(1)
         )
-    arguments = [
+    return [
         *[pointer(BFloat16)] * 5,
         pointer(Uint8),
         pointer(Int32),
@@ -96,11 +113,22 @@ def compile_kernel(variant: Variant, arch: str) -> Compiled:
         Int32(1),
         Float32(1),
         options,
-        cuda.CUstream(0),
     ]
+
+
+def compile_kernel(variant: Variant, arch: str) -> Compiled:
+    """Compiles `variant` for `arch`; no GPU is needed."""
+    kernel = KERNELS[variant.kernel](variant)
+    type(kernel).kernel.set_name_prefix(
+        variant.key, remove_cutlass_symbol=True, keep_mangled_name=False
+    )
+    if variant.kernel == "exchange":
+        host, arguments = launch_exchange, [*[Int64(16)] * 3, *[Int32(1)] * 2, Uint32(1)]
+    else:
+        host, arguments = launch, _q_absorb_arguments(variant)
     with tempfile.TemporaryDirectory() as folder:
         compiled = cute.compile[(GPUArch(arch), KeepCUBIN, KeepPTX, DumpDir(folder))](
-            launch, query, *arguments
+            host, kernel, *arguments, cuda.CUstream(0)
         )
         cubin, ptx = compiled.__cubin__, compiled.__ptx__
     if not cubin:
@@ -111,5 +139,5 @@ def compile_kernel(variant: Variant, arch: str) -> Compiled:
         cubin=cubin,
         ptx=ptx,
         symbol=next(iter(compiled.kernel_info)),
-        shared_memory=query.shared.bytes,
+        shared_memory=kernel.shared.bytes,
     )

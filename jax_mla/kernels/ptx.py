@@ -61,6 +61,69 @@ def load_global_b32_if(condition, pointer, dtype):
     )
 
 
+def load_global(pointer, dtype):
+    """ld.global: one value of 32 or 64 bits."""
+    return inline_ptx(
+        f"ld.global.b{dtype.width} {{$w0}}, [{{$r0}}];",
+        write_only_types=[dtype],
+        read_only_args=[pointer],
+    )
+
+
+def load_global_16_if(condition, pointer):
+    """@p ld.global.v4.b32: 16 bytes; where `condition` is false, zeros and no access."""
+    return _load_16_if("ld.global", condition, pointer)
+
+
+def load_system_16_if(condition, pointer):
+    """@p ld.relaxed.sys.global.v4.b32: 16 bytes; where `condition` is false, zeros, no access."""
+    return _load_16_if("ld.relaxed.sys.global", condition, pointer)
+
+
+def _load_16_if(load, condition, pointer):
+    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(4))
+    return inline_ptx(
+        f"{{ .reg .pred p; setp.ne.b32 p, {{$r0}}, 0; {zeros}"
+        f" @p {load}.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r1}}]; }}",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[Int32(condition), pointer],
+    )
+
+
+def load_system_16(pointer):
+    """ld.relaxed.sys.global.v4.b32: 16 bytes that another device may be writing, word by word."""
+    return inline_ptx(
+        "ld.relaxed.sys.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[pointer],
+    )
+
+
+def store_system_16(pointer, words):
+    """st.relaxed.sys.global.v4.b32: 16 bytes for another device, each word at once."""
+    inline_ptx(
+        "st.relaxed.sys.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[pointer, *words],
+    )
+
+
+def store_system_b32(pointer, word):
+    """st.relaxed.sys.global.b32: a word for another device or the host."""
+    inline_ptx("st.relaxed.sys.global.b32 [{$r0}], {$r1};", read_only_args=[pointer, word])
+
+
+def count_up(pointer, last):
+    """atom.relaxed.gpu.global.inc.u32: adds 1, or starts at 0 again after `last`; what was there.
+
+    Several threads of the device may do so at once.
+    """
+    return inline_ptx(
+        "atom.relaxed.gpu.global.inc.u32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Uint32],
+        read_only_args=[pointer, last],
+    )
+
+
 def load_global_f32(pointer):
     """ld.global.b32: one float32."""
     return inline_ptx(
