@@ -1,76 +1,20 @@
-// The XLA FFI handlers of q_absorb and the C functions through which Python hands over loaded
-// kernels.
+// The XLA FFI handlers of q_absorb.
 
-#include <atomic>
 #include <cstdint>
-#include <string>
 #include <string_view>
 
 #include "driver.h"
-#include "kernel_table.h"
 #include "launch.h"
+#include "loading.h"
 #include "operands.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mla {
 namespace {
 
-// jax_mla/variants.py has the same number; the Python package compares them when it is imported.
-constexpr int32_t kAbi = 2;
-
-// Loads kernel `key` on device `ordinal` and calls jax_mla_add_kernel, or writes why it cannot as a
-// C string.
-using Loader = void (*)(int32_t ordinal, const char* key, char* message, size_t message_bytes);
-
-std::atomic<Loader> loader{nullptr};
-
-KernelTable& Kernels() {
-  // Never destroyed: an XLA thread may still launch while the process exits.
-  static KernelTable* const table = new KernelTable();
-  return *table;
-}
-
-std::string Named(std::string_view key) { return "jax_mla kernel '" + std::string(key) + "': "; }
-
-ffi::Error Refuse(std::string_view key, const std::string& reason) {
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, Named(key) + reason);
-}
-
-ffi::Error CheckAbi(std::string_view key, int32_t abi) {
-  if (abi == kAbi) return ffi::Error::Success();
-  return Refuse(key, "the program was built for kernel interface " + std::to_string(abi) +
-                         ", the installed jax_mla has " + std::to_string(kAbi) +
-                         ". Export the program again with this version.");
-}
-
-// Initialize: the last moment at which something may be loaded. Usually the lowering has loaded the
-// kernel already; a program from jax.export or from the persistent compilation cache gets here
-// without it.
-//
-// No deadlock with the GIL: XLA's threads come here without it, the loader (Python, through ctypes)
-// waits for it, and nothing that a holder of the GIL may wait for is held meanwhile: no lock of
-// ours, and XLA's Python bindings release the GIL for as long as they wait for an execution.
 ffi::Error InitializeImpl(int32_t ordinal, std::string_view key, int32_t abi, float /*eps*/,
                           int32_t /*style*/) {
-  if (ffi::Error error = CheckAbi(key, abi); error.failure()) return error;
-  const Driver& driver = OpenDriver();
-  if (!driver.failure.empty()) return Refuse(key, driver.failure);
-  if (Kernels().Find(ordinal, key) != nullptr) return ffi::Error::Success();
-
-  const Loader load = loader.load();
-  if (load == nullptr) {
-    return Refuse(key,
-                  "the library was opened without its Python package. Run `import jax_mla` first.");
-  }
-  char message[2048] = "";
-  load(ordinal, std::string(key).c_str(), message, sizeof(message));
-  if (message[0] != '\0') return Refuse(key, message);
-  if (Kernels().Find(ordinal, key) == nullptr) {
-    return Refuse(
-        key, "loading it on device " + std::to_string(ordinal) +
-                 " was interrupted; the traceback is on standard error. Run the program again.");
-  }
-  return ffi::Error::Success();
+  return EnsureLoaded(ordinal, key, abi);
 }
 
 // Adds the operands and results that only some calls have.
@@ -109,28 +53,16 @@ ffi::Error QAbsorbImpl(CUstream stream, int32_t ordinal, ffi::BufferR2<ffi::BF16
   Operands operands = {qkv,     q_norm,  kv_norm, w_qb,       w_uk, cache, slots,
                        q_scale, k_scale, *q,      *cache_out, {},   {},    {}};
   if (ffi::Error error = AddOptional(operands, rope, q_latent); error.failure()) return error;
-  const auto invalid = [key](const char* reason) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      Named(key) + reason + ". Call it through jax_mla.q_absorb.");
-  };
-  if (const char* violation = Violation(operands, style)) return invalid(violation);
+  if (const char* violation = Violation(operands, style)) return Invalid(key, violation);
   if (q->element_count() == 0) return ffi::Error::Success();  // no token
 
-  const Kernel* kernel = Kernels().Find(ordinal, key);
-  if (kernel == nullptr) {
-    return Refuse(key, "it was not loaded on device " + std::to_string(ordinal) +
-                           " before it was called. Call it through jax_mla.q_absorb.");
-  }
-  if (const char* mismatch = MismatchWith(*kernel, operands, style)) return invalid(mismatch);
-  const Driver& driver = OpenDriver();
+  const Kernel* kernel;
+  if (ffi::Error error = FindLoaded(ordinal, key, &kernel); error.failure()) return error;
+  if (const char* mismatch = MismatchWith(*kernel, operands, style)) return Invalid(key, mismatch);
   const auto heads = static_cast<uint32_t>(w_uk.dimensions()[0]);
   const CUresult result =
-      Launch(driver, *kernel, ParametersOf(operands, eps, style), heads, stream);
-  if (result == CUDA_SUCCESS) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInternal,
-                    Named(key) + "cuLaunchKernelEx returned " + driver.ErrorName(result) +
-                        " on device " + std::to_string(ordinal) +
-                        ". Run `python -m jax_mla` and check what it reports.");
+      Launch(OpenDriver(), *kernel, ParametersOf(operands, eps, style), heads, stream);
+  return Launched(key, ordinal, result);
 }
 
 }  // namespace
@@ -169,19 +101,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<float>("eps")
         .Attr<int32_t>("style"),  // of RoPE: 0 none, 1 interleaved, 2 half
     {xla::ffi::Traits::kCmdBufferCompatible});
-
-int32_t jax_mla_abi() { return jax_mla::kAbi; }
-
-void jax_mla_set_loader(jax_mla::Loader loader) { jax_mla::loader.store(loader); }
-
-// `function` is a CUfunction of the primary context of device `ordinal`; the sizes are described at
-// Kernel.
-void jax_mla_add_kernel(int32_t ordinal, const char* key, void* function, uint32_t block,
-                        uint32_t cluster, uint32_t tokens, uint32_t shared_memory, uint32_t q_bytes,
-                        bool has_options) {
-  jax_mla::Kernels().Add(ordinal, key,
-                         {static_cast<CUfunction>(function), block, cluster, tokens, shared_memory,
-                          q_bytes, has_options});
-}
 
 }  // extern "C"

@@ -34,4 +34,18 @@ CUresult Launch(const Driver& driver, const Kernel& kernel, Parameters p, uint32
   return driver.launch_kernel(&config, kernel.function, parameters, nullptr);
 }
 
+CUresult LaunchExchange(const Driver& driver, const Kernel& kernel, ExchangeParameters p,
+                        uint32_t ctas, CUstream stream) {
+  CUlaunchConfig config = {};
+  config.gridDimX = ctas;
+  config.gridDimY = 1;
+  config.gridDimZ = 1;
+  config.blockDimX = kernel.block;
+  config.blockDimY = 1;
+  config.blockDimZ = 1;
+  config.hStream = stream;
+  void* parameters[] = {&p.q, &p.out, &p.control, &p.batch, &p.words, &p.replacement};
+  return driver.launch_kernel(&config, kernel.function, parameters, nullptr);
+}
+
 }  // namespace jax_mla

@@ -35,10 +35,24 @@ struct Parameters {
   int32_t cache_format;  // 0 e4m3, 1 bf16, 2 fp8_ds_mla
 };
 
+// The parameter list of the kernel that gathers queries through mailboxes.
+struct ExchangeParameters {
+  const void* q;        // [batch, words] words of 16 bytes, this rank's
+  void* out;            // [batch, ranks, words]
+  const void* control;  // the mailbox's control block (jax_mla/mailbox_layout.py)
+  int32_t batch;
+  int32_t words;         // of 16 bytes, a token and rank
+  uint32_t replacement;  // for a word of 4 bytes that would mean "not published yet": NaN too
+};
+
 // Queues one launch on `stream`, whose context must be current, and returns what the driver says of
 // this very launch. Neither allocates nor synchronises, so that it may be captured into a graph.
 CUresult Launch(const Driver& driver, const Kernel& kernel, Parameters parameters, uint32_t heads,
                 CUstream stream);
+
+// The same for the kernel that gathers queries, with `ctas` CTAs.
+CUresult LaunchExchange(const Driver& driver, const Kernel& kernel, ExchangeParameters parameters,
+                        uint32_t ctas, CUstream stream);
 
 }  // namespace jax_mla
 

@@ -6,11 +6,10 @@
 
 #include "kernel_table.h"
 #include "launch.h"
+#include "loading.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mla {
-
-namespace ffi = xla::ffi;
 
 // What XLA passes to one call: operands, then results.
 struct Operands {

@@ -67,11 +67,18 @@ CallFrame& CallFrame::Result(XLA_FFI_DataType dtype, std::vector<int64_t> dimens
   return *this;
 }
 
-CallFrame& CallFrame::Attributes(std::string kernel, int32_t abi, float eps, int32_t style) {
-  kernel_ = std::move(kernel);
-  abi_ = abi;
-  eps_ = eps;
-  style_ = style;
+CallFrame& CallFrame::Attribute(const std::string& name, std::string value) {
+  attributes_[name] = std::move(value);
+  return *this;
+}
+
+CallFrame& CallFrame::Attribute(const std::string& name, int32_t value) {
+  attributes_[name] = value;
+  return *this;
+}
+
+CallFrame& CallFrame::Attribute(const std::string& name, float value) {
+  attributes_[name] = value;
   return *this;
 }
 
@@ -93,17 +100,32 @@ std::string CallFrame::Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage sta
   std::vector<XLA_FFI_ArgType> operand_types(operands_.size(), XLA_FFI_ArgType_BUFFER);
   std::vector<XLA_FFI_RetType> result_types(results_.size(), XLA_FFI_RetType_BUFFER);
 
-  // XLA sorts attributes by name.
-  const std::string names[] = {"abi", "eps", "kernel", "style"};
-  XLA_FFI_ByteSpan name_spans[] = {Span(names[0]), Span(names[1]), Span(names[2]), Span(names[3])};
-  XLA_FFI_ByteSpan* name_pointers[] = {&name_spans[0], &name_spans[1], &name_spans[2],
-                                       &name_spans[3]};
-  XLA_FFI_Scalar abi = {XLA_FFI_DataType_S32, &abi_}, eps = {XLA_FFI_DataType_F32, &eps_},
-                 style = {XLA_FFI_DataType_S32, &style_};
-  XLA_FFI_ByteSpan kernel = Span(kernel_);
-  void* attributes[] = {&abi, &eps, &kernel, &style};
-  XLA_FFI_AttrType attribute_types[] = {XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_SCALAR,
-                                        XLA_FFI_AttrType_STRING, XLA_FFI_AttrType_SCALAR};
+  const size_t count = attributes_.size();
+  std::vector<XLA_FFI_ByteSpan> names, texts;
+  std::vector<XLA_FFI_Scalar> scalars;
+  std::vector<XLA_FFI_ByteSpan*> name_pointers;
+  std::vector<void*> attributes;
+  std::vector<XLA_FFI_AttrType> attribute_types;
+  names.reserve(count);
+  texts.reserve(count);
+  scalars.reserve(count);
+  for (auto& [name, value] : attributes_) {
+    names.push_back(Span(name));
+    name_pointers.push_back(&names.back());
+    if (const auto* text = std::get_if<std::string>(&value)) {
+      texts.push_back(Span(*text));
+      attributes.push_back(&texts.back());
+      attribute_types.push_back(XLA_FFI_AttrType_STRING);
+      continue;
+    }
+    if (auto* number = std::get_if<int32_t>(&value)) {
+      scalars.push_back({XLA_FFI_DataType_S32, number});
+    } else {
+      scalars.push_back({XLA_FFI_DataType_F32, &std::get<float>(value)});
+    }
+    attributes.push_back(&scalars.back());
+    attribute_types.push_back(XLA_FFI_AttrType_SCALAR);
+  }
 
   XLA_FFI_CallFrame frame = {};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
@@ -114,7 +136,9 @@ std::string CallFrame::Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage sta
                 operand_types.data(), pointers.data()};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(results_.size()),
                 result_types.data(), pointers.data() + operands_.size()};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 4, attribute_types, name_pointers, attributes};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE,   nullptr,
+                 static_cast<int64_t>(count), attribute_types.data(),
+                 name_pointers.data(),        attributes.data()};
   return Take(handler(&frame));
 }
 

@@ -2,7 +2,9 @@
 #define JAX_MLA_TESTS_CALL_FRAME_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "xla/ffi/api/c_api.h"
@@ -12,7 +14,9 @@ class CallFrame {
  public:
   CallFrame& Operand(XLA_FFI_DataType dtype, std::vector<int64_t> dimensions, uintptr_t pointer);
   CallFrame& Result(XLA_FFI_DataType dtype, std::vector<int64_t> dimensions, uintptr_t pointer);
-  CallFrame& Attributes(std::string kernel, int32_t abi, float eps, int32_t style = 0);
+  CallFrame& Attribute(const std::string& name, std::string value);
+  CallFrame& Attribute(const std::string& name, int32_t value);
+  CallFrame& Attribute(const std::string& name, float value);
 
   // Returns the handler's error message, empty on success.
   std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage);
@@ -28,10 +32,8 @@ class CallFrame {
   };
 
   std::vector<Buffer> operands_, results_;
-  std::string kernel_;
-  int32_t abi_ = 0;
-  float eps_ = 0;
-  int32_t style_ = 0;
+  // By name: XLA sorts them.
+  std::map<std::string, std::variant<std::string, int32_t, float>> attributes_;
 };
 
 // Returns which traits and API version a handler states when XLA registers it.

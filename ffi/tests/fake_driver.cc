@@ -10,6 +10,7 @@ namespace {
 
 constexpr size_t kSizes[kParameterCount] = {8, 8, 8, 8, 8, 8, 8, 8, 8, 8,
                                             8, 8, 4, 4, 8, 8, 8, 4, 4, 4};
+constexpr size_t kExchangeSizes[kExchangeParameterCount] = {8, 8, 8, 4, 4, 4};
 
 FakeLaunches launches = {};
 
@@ -23,12 +24,15 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
                           void** extra) {
   ++launches.count;
   launches.config = *config;
-  launches.attribute = config->attrs[0];
+  // Only the kernels of q_absorb have clusters.
+  const bool is_exchange = config->numAttrs == 0;
+  if (!is_exchange) launches.attribute = config->attrs[0];
   launches.function = function;
   launches.extra = extra;
-  for (int i = 0; i < kParameterCount; ++i) {
+  const size_t* sizes = is_exchange ? kExchangeSizes : kSizes;
+  for (int i = 0; i < (is_exchange ? kExchangeParameterCount : kParameterCount); ++i) {
     launches.parameters[i] = 0;
-    std::memcpy(&launches.parameters[i], parameters[i], kSizes[i]);
+    std::memcpy(&launches.parameters[i], parameters[i], sizes[i]);
   }
   return launches.result;
 }

@@ -7,12 +7,13 @@
 
 constexpr int kPlainParameterCount = 14;
 constexpr int kParameterCount = 20;
+constexpr int kExchangeParameterCount = 6;
 
 // What the stand-in for the driver saw, and what its next launch returns.
 struct FakeLaunches {
   int count;
-  CUlaunchConfig config;  // of the last launch
-  CUlaunchAttribute attribute;
+  CUlaunchConfig config;        // of the last launch
+  CUlaunchAttribute attribute;  // its first, if there is one
   CUfunction function;
   void** extra;
   uint64_t parameters[kParameterCount];  // zero-extended

@@ -47,7 +47,10 @@ CallFrame QAbsorb(const Changes& c) {
   frame.Result(c.q_dtype, {c.batch, c.heads, 576}, 0x90000)
       .Result(c.cache_dtype, {c.pages, 70000, c.row}, c.cache_out);
   if (c.has_latent) frame.Result(kBf16, {c.batch, c.latent_columns}, 0xD0000);
-  return frame.Attributes(c.kernel, kAbi, kEps, c.style);
+  return frame.Attribute("kernel", c.kernel)
+      .Attribute("abi", kAbi)
+      .Attribute("eps", kEps)
+      .Attribute("style", c.style);
 }
 
 std::string Execute(const Changes& changes) {
@@ -56,7 +59,10 @@ std::string Execute(const Changes& changes) {
 
 std::string Initialize(const std::string& kernel, int32_t abi = kAbi) {
   return CallFrame()
-      .Attributes(kernel, abi, kEps)
+      .Attribute("kernel", kernel)
+      .Attribute("abi", abi)
+      .Attribute("eps", kEps)
+      .Attribute("style", 0)
       .Call(library->initialize, XLA_FFI_ExecutionStage_INITIALIZE);
 }
 

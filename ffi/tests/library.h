@@ -35,15 +35,22 @@ struct Library {
     CHECK(handle_ != nullptr);
     Find("JaxMlaQAbsorb", execute);
     Find("JaxMlaQAbsorbInitialize", initialize);
+    Find("JaxMlaExchange", exchange);
+    Find("JaxMlaExchangeInitialize", initialize_exchange);
     Find("jax_mla_set_loader", set_loader);
     Find("jax_mla_add_kernel", add_kernel);
+    Find("jax_mla_add_mailbox", add_mailbox);
+    Find("jax_mla_remove_mailbox", remove_mailbox);
   }
 
-  XLA_FFI_Handler *execute, *initialize;
+  XLA_FFI_Handler *execute, *initialize, *exchange, *initialize_exchange;
   void (*set_loader)(Loader);
   void (*add_kernel)(int32_t ordinal, const char* key, void* function, uint32_t block,
                      uint32_t cluster, uint32_t tokens, uint32_t shared_memory, uint32_t q_bytes,
                      bool has_options);
+  void (*add_mailbox)(int32_t ordinal, int32_t number, void* control, const uint32_t* report,
+                      uint64_t half_bytes, uint32_t ranks);
+  void (*remove_mailbox)(int32_t ordinal, int32_t number);
 
  private:
   template <typename Function>
