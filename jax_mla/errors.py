@@ -13,3 +13,10 @@ class SetupError(RuntimeError):
 
     The text says what was found, what is needed and what to do.
     """
+
+
+class PeerTimeout(RuntimeError):
+    """Another rank or process did not come in time.
+
+    The text says which one and how long it was waited for.
+    """

@@ -14,11 +14,12 @@ import jax_mla
 FOLDERS = [Path(folder) for folder in jax_mla.__path__]
 
 LAYERS = (
-    {"config", "errors", "geometry", "installed"},
+    {"config", "errors", "geometry", "installed", "mailbox_layout"},
     {"formats", "hf_config"},
     {"rules", "variants"},
-    {"checks", "dcp", "hf_files", "reference", "rope", "runtime", "scalars"},
-    {"hf_tensors", "primitive"},
+    {"checks", "hf_files", "reference", "rope", "runtime", "scalars"},
+    {"dcp", "hf_tensors"},
+    {"primitive"},
     {"sharding", "weights"},
     {"api", "testing"},
     {"__init__", "__main__"},

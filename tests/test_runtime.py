@@ -138,8 +138,12 @@ def test_the_library_exports_nothing_else() -> None:
     assert {line.split()[-1].split("@")[0] for line in listing.splitlines()} == {
         "JaxMlaQAbsorb",
         "JaxMlaQAbsorbInitialize",
+        "JaxMlaExchange",
+        "JaxMlaExchangeInitialize",
         "jax_mla_abi",
         "jax_mla_add_kernel",
+        "jax_mla_add_mailbox",
+        "jax_mla_remove_mailbox",
         "jax_mla_set_loader",
     }
 
@@ -154,9 +158,11 @@ def backend(name, stages, platform, api_version, *traits):
     targets[name] = sorted(stages), platform, api_version
 xla_client.register_custom_call_handler("CUDA", backend)
 print(targets[jax_mla.runtime.TARGET])
+print(targets[jax_mla.runtime.EXCHANGE_TARGET])
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert run.stdout.strip() == "(['execute', 'initialize'], 'CUDA', 1)", run.stderr
+    stages = "(['execute', 'initialize'], 'CUDA', 1)"
+    assert run.stdout.splitlines() == [stages, stages], run.stderr
 
 
 def _missing_driver() -> bool:

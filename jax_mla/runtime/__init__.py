@@ -5,6 +5,6 @@ Importing this and calling `register` needs no GPU, driver or cuda-python; the o
 
 from jax_mla.runtime.device import unsupported_reason
 from jax_mla.runtime.loader import load
-from jax_mla.runtime.registration import TARGET, register
+from jax_mla.runtime.registration import EXCHANGE_TARGET, TARGET, register
 
-__all__ = ["TARGET", "load", "register", "unsupported_reason"]
+__all__ = ["EXCHANGE_TARGET", "TARGET", "load", "register", "unsupported_reason"]

@@ -39,6 +39,17 @@ def library() -> ctypes.CDLL:
             ctypes.c_bool,
         ]
         opened.jax_mla_add_kernel.restype = None
+        opened.jax_mla_add_mailbox.argtypes = [
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint64,
+            ctypes.c_uint32,
+        ]
+        opened.jax_mla_add_mailbox.restype = None
+        opened.jax_mla_remove_mailbox.argtypes = [ctypes.c_int32, ctypes.c_int32]
+        opened.jax_mla_remove_mailbox.restype = None
     except (OSError, AttributeError) as error:
         raise SetupError(f"{path} cannot be used: {error}. {REINSTALL}") from error
     if abi != variants.ABI:
@@ -85,3 +96,24 @@ def add_kernel(ordinal: int, kernel: Kernel, function: int) -> None:
         2 if kernel.form == "bf16" else 1,  # bytes of a query value
         kernel.form != "plain",
     )
+
+
+def add_mailbox(
+    ordinal: int, number: int, *, control: int, report: int, half_bytes: int, ranks: int
+) -> None:
+    """Makes a rank's mailbox usable by programs that name its number.
+
+    Args:
+        ordinal: the rank's device.
+        number: of the mailbox, the same on all its devices.
+        control: device address of its control block (`jax_mla.mailbox_layout`).
+        report: host address of the word to which its REPORT points.
+        half_bytes: gathered queries of one call that it can hold.
+        ranks: devices that gather together.
+    """
+    library().jax_mla_add_mailbox(ordinal, number, control, report, half_bytes, ranks)
+
+
+def remove_mailbox(ordinal: int, number: int) -> None:
+    """Makes programs that name a mailbox fail from now on."""
+    library().jax_mla_remove_mailbox(ordinal, number)

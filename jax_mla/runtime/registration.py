@@ -12,6 +12,9 @@ from jax_mla.runtime.loader import load
 TARGET = "jax_mla_q_absorb"
 """Name of the custom call in lowered programs."""
 
+EXCHANGE_TARGET = "jax_mla_exchange"
+"""The same for the gather of queries through mailboxes."""
+
 
 @functools.cache
 def register() -> None:
@@ -22,11 +25,15 @@ def register() -> None:
     """
     opened = library()
     opened.jax_mla_set_loader(_CALLBACK)
-    stages = {
-        "initialize": jax.ffi.pycapsule(opened.JaxMlaQAbsorbInitialize),
-        "execute": jax.ffi.pycapsule(opened.JaxMlaQAbsorb),
-    }
-    jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
+    for target, initialize, execute in (
+        (TARGET, opened.JaxMlaQAbsorbInitialize, opened.JaxMlaQAbsorb),
+        (EXCHANGE_TARGET, opened.JaxMlaExchangeInitialize, opened.JaxMlaExchange),
+    ):
+        stages = {
+            "initialize": jax.ffi.pycapsule(initialize),
+            "execute": jax.ffi.pycapsule(execute),
+        }
+        jax.ffi.register_ffi_target(target, stages, platform="CUDA")
 
 
 def _load_for_library(ordinal: int, key: bytes, message: int, message_bytes: int) -> None:
