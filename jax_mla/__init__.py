@@ -10,12 +10,15 @@ __path__ = package_path(__path__, sys.path)
 
 from jax_mla import dcp, runtime, weights
 from jax_mla.api import export_checks, q_absorb, supported
-from jax_mla.errors import SetupError, UnsupportedError
+from jax_mla.dcp.mailbox import DcpMailbox
+from jax_mla.errors import PeerTimeout, SetupError, UnsupportedError
 from jax_mla.rope import Rope
 from jax_mla.sharding import MeshAxes
 
 __all__ = [
+    "DcpMailbox",
     "MeshAxes",
+    "PeerTimeout",
     "Rope",
     "SetupError",
     "UnsupportedError",

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jax_mla import formats, geometry, rules, runtime, scalars, sharding, variants
+from jax_mla.dcp.mailbox import DcpMailbox
 from jax_mla.rope import Rope
 from jax_mla.sharding import MeshAxes
 
@@ -29,6 +30,7 @@ def q_absorb(
     return_q_norm: Literal[False] = False,
     axes: MeshAxes | None = None,
     dcp_axis: str | None = None,
+    mailbox: DcpMailbox | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -51,6 +53,7 @@ def q_absorb(
     return_q_norm: Literal[True],
     axes: MeshAxes | None = None,
     dcp_axis: str | None = None,
+    mailbox: DcpMailbox | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
@@ -73,6 +76,7 @@ def q_absorb(
     return_q_norm: bool,
     axes: MeshAxes | None = None,
     dcp_axis: str | None = None,
+    mailbox: DcpMailbox | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, ...]: ...
 
@@ -94,6 +98,7 @@ def q_absorb(
     return_q_norm: bool = False,
     axes: MeshAxes | None = None,
     dcp_axis: str | None = None,
+    mailbox: DcpMailbox | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, ...]:
     """Turns one decode step's fused projection into absorbed queries and stores its KV rows.
@@ -138,6 +143,8 @@ def q_absorb(
             the compiler. None for the arrays of one device.
         dcp_axis: inside your own `jax.shard_map` over all mesh axes: the one axis over whose D
             ranks queries are gathered, heads in order of ranks. None gathers nothing.
+        mailbox: through which queries are gathered, on NVIDIA GPUs of one host: the same bits as
+            without, sooner. None for a collective of JAX, anywhere.
         implementation: "auto" for the kernel where there is one for such a call that has run on
             such a GPU, and the reference elsewhere (`jax_mla.supported` says why); "cuda" for the
             kernel or an error; "reference" for plain jax.numpy.
@@ -150,7 +157,8 @@ def q_absorb(
 
     Raises:
         TypeError, ValueError: an argument has the wrong dtype or shape, or a value known while
-            tracing is out of range; the mesh does not fit `axes` or `dcp_axis`.
+            tracing is out of range; the mesh does not fit `axes` or `dcp_axis`; the call does not
+            fit `mailbox`.
         jax_mla.UnsupportedError: "cuda" was asked for and no kernel is shipped for the GPU, or none
             for such a call: `supported` says which.
         jax_mla.SetupError: library, driver or cubin cannot be used.
@@ -197,7 +205,9 @@ def q_absorb(
         scalars.check_unscaled("q_scale", q_scale, f"{form.q_dtype} queries")
     if form.cache != formats.E4M3:
         scalars.check_unscaled("k_scale", k_scale, f"{form.cache.name} cache rows")
-    options = {"eps": float(eps), "implementation": implementation}
+    if mailbox is not None:
+        _check_mailbox(mailbox, dcp_axis if axes is None else getattr(axes, "dcp", None))
+    options = {"eps": float(eps), "implementation": implementation, "mailbox": mailbox}
     if axes is None:
         return sharding.on_device(arrays, form, dcp_axis=dcp_axis, **options)
     if not isinstance(axes, MeshAxes):
@@ -211,6 +221,19 @@ def q_absorb(
             " Name the axis in MeshAxes(dcp=...)."
         )
     return sharding.on_mesh(arrays, form, axes, **options)
+
+
+def _check_mailbox(mailbox: Any, dcp_axis: str | None) -> None:
+    if not isinstance(mailbox, DcpMailbox):
+        raise TypeError(
+            f"mailbox must be a jax_mla.DcpMailbox, got {type(mailbox).__name__}."
+            " Make one at start: jax_mla.DcpMailbox(mesh, axis, max_batch=..., heads=...)."
+        )
+    if dcp_axis is None:
+        raise ValueError(
+            "mailbox must come with the mesh axis over which queries are gathered, got none."
+            " Name it: axes=jax_mla.MeshAxes(dcp=...), or dcp_axis inside jax.shard_map."
+        )
 
 
 def _rope_arrays(rope: Any) -> dict[str, Any]:
@@ -243,7 +266,8 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
         >>> checks = jax_mla.export_checks()
         >>> export = jax.export.export(jax.jit(jax_mla.q_absorb), disabled_checks=checks)
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(runtime.TARGET)]
+    targets = (runtime.TARGET, runtime.EXCHANGE_TARGET)
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
 
 
 def supported(

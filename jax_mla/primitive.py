@@ -15,10 +15,11 @@ import numpy as np
 from jax.extend.backend import backends
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
-from jax.sharding import ManualAxisType, NamedSharding
+from jax.sharding import AbstractMesh, ManualAxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_mla import reference, rules, runtime, variants
+from jax_mla.dcp.mailbox import DcpMailbox
 from jax_mla.errors import UnsupportedError
 from jax_mla.formats import STYLES, Form
 
@@ -28,6 +29,8 @@ ROPE_OPERANDS = ("cos_sin", "positions")
 _QKV, _CACHE = OPERANDS.index("qkv"), OPERANDS.index("cache")
 _CACHE_SOURCES = {"qkv", "kv_norm", "cache", "slots", "k_scale", *ROPE_OPERANDS}
 _LATENT_SOURCES = {"qkv", "q_norm"}
+
+AnyMesh = Mesh | AbstractMesh
 
 _log = logging.getLogger("jax_mla")
 
@@ -42,6 +45,7 @@ def bind(
     eps: float,
     implementation: str,
     dcp_axis: str | None,
+    mailbox: DcpMailbox | None,
 ) -> tuple[jax.Array, ...]:
     """Returns (q, cache) of what one device holds, and the query latent where `form` says so.
 
@@ -51,6 +55,7 @@ def bind(
         eps, implementation: as for `jax_mla.q_absorb`.
         dcp_axis: manual mesh axis whose ranks' heads q is to hold, in order of ranks; None for the
             heads of this device only.
+        mailbox: through which they are gathered; None for a collective of JAX.
     """
     operands = [arrays[name] for name in _names(form)]
     _refuse_global_arrays(_names(form), (known_spec(operand) for operand in operands))
@@ -63,6 +68,7 @@ def bind(
             implementation=implementation,
             dcp_axis=dcp_axis,
             ranks=ranks,
+            mailbox=mailbox,
         )
     )
 
@@ -76,11 +82,18 @@ def _by_name(operands: Iterable[Any], form: Form) -> dict[str, Any]:
 
 
 def _result_types(
-    *operands: Any, form: Form, dcp_axis: str | None, ranks: int, **_: Any
+    *operands: Any,
+    form: Form,
+    dcp_axis: str | None,
+    ranks: int,
+    mailbox: DcpMailbox | None,
+    **_: Any,
 ) -> tuple[Any, ...]:
     arrays = _by_name(operands, form)
     problem = rules.problem_of(arrays, form)
     rules.check_limits(problem)
+    if mailbox is not None:
+        _check_mailbox(mailbox, jax.sharding.get_abstract_mesh(), dcp_axis, problem)
     _refuse_global_arrays(arrays, (operand.sharding.spec for operand in operands))
 
     def varying(sources: Iterable[str], but_for: str | None = None) -> ManualAxisType:
@@ -174,18 +187,50 @@ def _lowering(local: Callable[..., Sequence[jax.Array]]) -> Any:
     """The lowering rule of `local`, which is what one device does alone, and then the gather."""
 
     def gathered(
-        *operands: jax.Array, dcp_axis: Any, ranks: int, **options: Any
+        *operands: jax.Array,
+        dcp_axis: Any,
+        ranks: int,
+        mailbox: DcpMailbox | None,
+        **options: Any,
     ) -> tuple[jax.Array, ...]:
         q, *others = local(*operands, **options)
-        return q if ranks == 1 else _gather_heads(q, dcp_axis), *others
+        if ranks > 1:
+            q = _all_gather(q, dcp_axis) if mailbox is None else _exchange(q, ranks, mailbox)
+        return q, *others
 
     return mlir.lower_fun(gathered, multiple_results=True)
 
 
-def _gather_heads(q: jax.Array, axis: str) -> jax.Array:
+def _all_gather(q: jax.Array, axis: str) -> jax.Array:
     # As integers: not every platform's collectives know e4m3, and integers keep NaN as it is.
     heads = jax.lax.all_gather(reference.as_integers(q), axis, axis=1, tiled=True, to="invarying")
     return jax.lax.bitcast_convert_type(heads, q.dtype)
+
+
+def _exchange(q: jax.Array, ranks: int, mailbox: DcpMailbox) -> jax.Array:
+    batch, heads, columns = q.shape
+    result = jax.ShapeDtypeStruct((batch, ranks * heads, columns), q.dtype)
+    # Ranks wait for each other here: XLA must not move it into a branch that not all of them take.
+    call = jax.ffi.ffi_call(runtime.EXCHANGE_TARGET, result, has_side_effect=True)
+    gathered: jax.Array = call(
+        q,
+        kernel=variants.EXCHANGE.key,
+        abi=np.int32(variants.ABI),
+        mailbox=np.int32(mailbox.number),
+    )
+    return gathered
+
+
+def _check_mailbox(
+    mailbox: DcpMailbox, mesh: AnyMesh, dcp_axis: str | None, problem: rules.Problem
+) -> None:
+    mailbox.require(
+        mesh,
+        dcp_axis,
+        batch=problem.batch,
+        heads=problem.heads,
+        q_dtype=problem.form.q_dtype,
+    )
 
 
 _lower_reference = _lowering(reference.q_absorb)
@@ -206,15 +251,25 @@ def _refuse_hidden_gather(ctx: Any) -> None:
 def _lower_for_cuda(
     ctx: Any, *operands: Any, form: Form, implementation: str, **params: Any
 ) -> Any:
+    problem = rules.problem_of(_by_name(ctx.avals_in, form), form)
+    if params["mailbox"] is not None:
+        # While tracing the order of the mesh's devices may not have been known.
+        mesh = ctx.module_context.axis_context.mesh
+        _check_mailbox(params["mailbox"], mesh, params["dcp_axis"], problem)
     if implementation != "reference":
         _refuse_hidden_gather(ctx)
-        problem = rules.problem_of(_by_name(ctx.avals_in, form), form)
         if key := _usable_kernel(problem, implementation):
             return _lower_kernel(ctx, *operands, form=form, key=key, **params)
     return _lower_reference(ctx, *operands, form=form, **params)
 
 
 def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
+    if params["mailbox"] is not None:
+        raise UnsupportedError(
+            "mailbox needs NVIDIA GPUs, the program is compiled for"
+            f" {' and '.join(ctx.module_context.platforms)}."
+            " Leave mailbox out: the gather is then a collective of JAX."
+        )
     if implementation == "cuda":
         if reason := variants.unsupported_reason(params["form"]):
             raise UnsupportedError(reason)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_mla import checks, primitive, rules
 from jax_mla.formats import Form
+from jax_mla.primitive import AnyMesh
 
 T = TypeVar("T")
-AnyMesh = Mesh | AbstractMesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def on_mesh(
         arrays: by the names of `primitive.OPERANDS` and, where rotated, `primitive.ROPE_OPERANDS`.
         form: what the call computes.
         axes: what the mesh splits.
-        options: eps and implementation, as for `jax_mla.q_absorb`.
+        options: eps, implementation and mailbox, as for `jax_mla.q_absorb`.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
@@ -187,7 +187,7 @@ def on_device(
         arrays: by the names of `primitive.OPERANDS` and, where rotated, `primitive.ROPE_OPERANDS`.
         form: what the call computes.
         dcp_axis: mesh axis over which heads are gathered.
-        options: eps and implementation, as for `jax_mla.q_absorb`.
+        options: eps, implementation and mailbox, as for `jax_mla.q_absorb`.
     """
     _check_context(dcp_axis)
     checks.report_dropped(arrays["slots"], rules.problem_of(arrays, form))
