@@ -11,7 +11,7 @@ import sys
 import time
 
 import numpy as np
-from virtual_ranks import Bytes, VirtualRanks, gathered  # tests/helpers is on the path
+from virtual_ranks import Bytes, VirtualRanks, gathered  # benchmarks is on the path
 
 from jax_mla import mailbox_layout as layout
 from jax_mla.rules import ROW
