@@ -168,8 +168,9 @@ def test_a_nan_row_changes_no_other_row(cache: CacheFormat) -> None:
 def test_jit_scan_vmap_and_no_tokens(cache: CacheFormat) -> None:
     inputs = make_inputs(6, 2, rope="interleaved", cache=cache.name)
     rope = inputs["rope"]
-    expected = absorb(inputs, return_q_norm=True)
-    assert_same(jax.jit(lambda given: absorb(given, return_q_norm=True))(inputs), expected)
+    together = jax.jit(lambda given: absorb(given, return_q_norm=True))(inputs)
+    assert_same(together, absorb(inputs, return_q_norm=True))
+    expected = testing.oracle(inputs)
 
     def step(cache: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
         token = {"qkv": xs[0], "slots": xs[1], "rope": rope.at(xs[2])}
@@ -183,12 +184,15 @@ def test_jit_scan_vmap_and_no_tokens(cache: CacheFormat) -> None:
     mapped = jax.vmap(lambda xs: step(inputs["cache"], xs), in_axes=0, out_axes=(None, 0))(lanes)
     for got_cache, got in ((last, stacked), mapped):
         q, latent = (x.reshape(6, *x.shape[2:]) for x in got)
-        assert_same((q, got_cache, latent), expected)
+        # Not bit for bit: XLA may sum in another order for another number of tokens.
+        testing.check_query(q, expected)
+        testing.check_cache(got_cache, expected)
+        testing.check_q_latent(latent, expected)
 
     none = {"qkv": inputs["qkv"][:0], "slots": inputs["slots"][:0]}
     none_rope = {"rope": rope.at(rope.positions[:0])}
     q, stored, latent = absorb(inputs | none | none_rope, return_q_norm=True)
-    assert (q.shape, q.dtype, latent.shape) == ((0, 2, 576), expected[0].dtype, (0, 1536))
+    assert (q.shape, q.dtype, latent.shape) == ((0, 2, 576), together[0].dtype, (0, 1536))
     np.testing.assert_array_equal(bytes_of(stored), bytes_of(inputs["cache"]))
 
 
