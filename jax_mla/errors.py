@@ -1,4 +1,7 @@
-"""Exceptions of the package beyond TypeError and ValueError."""
+"""Exceptions of the package beyond TypeError and ValueError, and what several errors advise."""
+
+WITHOUT_MAILBOX = "leave mailbox out: the gather is then a collective of JAX."
+"""The remedy where a mailbox cannot be had."""
 
 
 class UnsupportedError(NotImplementedError):

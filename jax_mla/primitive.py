@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_mla import reference, rules, runtime, variants
 from jax_mla.dcp.mailbox import DcpMailbox
-from jax_mla.errors import UnsupportedError
+from jax_mla.errors import WITHOUT_MAILBOX, UnsupportedError
 from jax_mla.formats import STYLES, Form
 
 OPERANDS = ("qkv", "q_norm", "kv_norm", "w_qb", "w_uk", "cache", "slots", "q_scale", "k_scale")
@@ -267,8 +267,7 @@ def _lower_elsewhere(ctx: Any, *operands: Any, implementation: str, **params: An
     if params["mailbox"] is not None:
         raise UnsupportedError(
             "mailbox needs NVIDIA GPUs, the program is compiled for"
-            f" {' and '.join(ctx.module_context.platforms)}."
-            " Leave mailbox out: the gather is then a collective of JAX."
+            f" {' and '.join(ctx.module_context.platforms)}. Use them, or {WITHOUT_MAILBOX}"
         )
     if implementation == "cuda":
         if reason := variants.unsupported_reason(params["form"]):

@@ -6,12 +6,12 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_mla import mailbox_layout, rules, scalars
+from jax_mla.errors import WITHOUT_MAILBOX
 from jax_mla.formats import E4M3, Form
 
 _MAX_SECONDS = 1e9
 """Nanoseconds of that many, and of the clock they are added to, fit into 64 bits."""
 _ALIGNMENT = 256
-WITHOUT_MAILBOX = "leave mailbox out: the gather is then a collective of JAX."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

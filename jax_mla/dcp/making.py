@@ -12,10 +12,10 @@ from jax import Device
 
 from jax_mla import runtime
 from jax_mla.dcp.boxes import map_boxes
-from jax_mla.dcp.capacity import WITHOUT_MAILBOX, Capacity, described
+from jax_mla.dcp.capacity import Capacity, described
 from jax_mla.dcp.groups import Groups
 from jax_mla.dcp.rank import Rank, make_rank
-from jax_mla.errors import UnsupportedError
+from jax_mla.errors import WITHOUT_MAILBOX, UnsupportedError
 from jax_mla.runtime import device as driver
 from jax_mla.runtime import library, peer_memory
 from jax_mla.runtime.rendezvous import Meeting

@@ -12,10 +12,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from jax_mla.errors import UnsupportedError
+from jax_mla.errors import WITHOUT_MAILBOX, UnsupportedError
 from jax_mla.runtime.device import Device, bindings, call, primary_context
-
-_WITHOUT = "leave mailbox out: the gather is then a collective of JAX."
 
 
 def check_peers(devices: Sequence[Device]) -> None:
@@ -30,14 +28,14 @@ def check_peers(devices: Sequence[Device]) -> None:
         if "MIG" in found.name.split():
             raise UnsupportedError(
                 f"{found} is a part of a GPU (MIG), which no other device can write to."
-                f" Use whole GPUs, or {_WITHOUT}"
+                f" Use whole GPUs, or {WITHOUT_MAILBOX}"
             )
     for found, other in itertools.permutations(devices, 2):
         task = f"access of {found} to {other}"
         if not call("cuDeviceCanAccessPeer", found.handle, other.handle, task=task):
             raise UnsupportedError(
                 f"{found} cannot write to the memory of {other}."
-                f" Use GPUs that NVLink or PCIe connects, or {_WITHOUT}"
+                f" Use GPUs that NVLink or PCIe connects, or {WITHOUT_MAILBOX}"
             )
 
 
