@@ -1,6 +1,22 @@
 #include "launch.h"
 
 namespace jax_mla {
+namespace {
+
+CUlaunchConfig ConfigOf(const Kernel& kernel, uint32_t x, uint32_t y, uint32_t z, CUstream stream) {
+  CUlaunchConfig config = {};
+  config.gridDimX = x;
+  config.gridDimY = y;
+  config.gridDimZ = z;
+  config.blockDimX = kernel.block;
+  config.blockDimY = 1;
+  config.blockDimZ = 1;
+  config.sharedMemBytes = kernel.shared_memory;
+  config.hStream = stream;
+  return config;
+}
+
+}  // namespace
 
 CUresult Launch(const Driver& driver, const Kernel& kernel, Parameters p, uint32_t heads,
                 CUstream stream) {
@@ -14,15 +30,8 @@ CUresult Launch(const Driver& driver, const Kernel& kernel, Parameters p, uint32
   // the one before it still runs, and it reads weights before it waits for that one: right only if
   // that one did not write them, and in an XLA program it may have (a cast, a copy). Without it the
   // wait in the kernel returns at once.
-  CUlaunchConfig config = {};
-  config.gridDimX = kernel.cluster;
-  config.gridDimY = heads;
-  config.gridDimZ = (static_cast<uint32_t>(p.batch) + kernel.tokens - 1) / kernel.tokens;
-  config.blockDimX = kernel.block;
-  config.blockDimY = 1;
-  config.blockDimZ = 1;
-  config.sharedMemBytes = kernel.shared_memory;
-  config.hStream = stream;
+  const uint32_t clusters = (static_cast<uint32_t>(p.batch) + kernel.tokens - 1) / kernel.tokens;
+  CUlaunchConfig config = ConfigOf(kernel, kernel.cluster, heads, clusters, stream);
   config.attrs = &cluster;
   config.numAttrs = 1;
 
@@ -36,14 +45,7 @@ CUresult Launch(const Driver& driver, const Kernel& kernel, Parameters p, uint32
 
 CUresult LaunchExchange(const Driver& driver, const Kernel& kernel, ExchangeParameters p,
                         uint32_t ctas, CUstream stream) {
-  CUlaunchConfig config = {};
-  config.gridDimX = ctas;
-  config.gridDimY = 1;
-  config.gridDimZ = 1;
-  config.blockDimX = kernel.block;
-  config.blockDimY = 1;
-  config.blockDimZ = 1;
-  config.hStream = stream;
+  const CUlaunchConfig config = ConfigOf(kernel, ctas, 1, 1, stream);
   void* parameters[] = {&p.q, &p.out, &p.control, &p.batch, &p.words, &p.replacement};
   return driver.launch_kernel(&config, kernel.function, parameters, nullptr);
 }
