@@ -19,6 +19,8 @@ namespace {
 constexpr int64_t kWordBytes = 16;
 // All CTAs must run at once: fewer than the SMs of any supported GPU, with most of them left over.
 constexpr int64_t kMostCtas = 32;
+// What a report says of a mailbox that is closed (jax_mla/mailbox_layout.py).
+constexpr uint32_t kClosed = 0xFFFFFFFF;
 
 MailboxTable& Mailboxes() {
   // Never destroyed: an XLA thread may still launch while the process exits.
@@ -28,14 +30,14 @@ MailboxTable& Mailboxes() {
 
 ffi::Error FindMailbox(std::string_view key, int32_t ordinal, int32_t number, Mailbox* mailbox) {
   const auto found = Mailboxes().Find(ordinal, number);
-  if (!found) {
+  // Written by the device at any time. Zero while the mailbox is open.
+  const uint32_t report = found ? *static_cast<const volatile uint32_t*>(found->report) : kClosed;
+  if (report == kClosed) {
     return Refuse(key, "mailbox " + std::to_string(number) + " is not open on device " +
                            std::to_string(ordinal) +
                            ". Keep the DcpMailbox open while programs that were traced with it run,"
                            " on the devices of its mesh.");
   }
-  // Written by the device at any time. Zero while the mailbox is open.
-  const uint32_t report = *static_cast<const volatile uint32_t*>(found->report);
   if (report != 0) {
     return Refuse(key, "an earlier call on device " + std::to_string(ordinal) +
                            " gave up waiting for rank " + std::to_string(report - 1) +

@@ -134,6 +134,9 @@ void ARankThatWasWaitedForInVainIsNamed() {
 }
 
 void AClosedMailboxIsNamed() {
+  report = 0xFFFFFFFF;  // between closing it and taking it out of the table
+  CheckContains(Execute({}), "mailbox 5 is not open");
+  report = 0;
   library->remove_mailbox(CallFrame::kOrdinal, kNumber);
   CheckContains(Execute({}), "mailbox 5 is not open");
 }
