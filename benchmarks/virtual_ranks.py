@@ -7,7 +7,6 @@ wait for each other, and ranks that wait for each other's words must not.
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from jax_mla import mailbox_layout as layout
+from jax_mla.dcp.rank import make_rank
 from jax_mla.runtime import peer_memory
 from jax_mla.runtime.device import bindings, call, device, primary_context
 from jax_mla.runtime.manifest import shipped
 from jax_mla.variants import EXCHANGE, THREADS
 
 MOST_CTAS = 32
+NAN_WORD = 0x7F7F7F7F
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -39,14 +40,15 @@ class VirtualRanks:
     ) -> None:
         self.gpu = device(0)
         undo.enter_context(primary_context(self.gpu))
-        self.ranks, self.half_bytes, self.undo = ranks, half_bytes, undo
+        self.half_bytes, self.undo = half_bytes, undo
         self.function = self._load()
         self.streams = [self._make("cuStreamCreate", "cuStreamDestroy", 1) for _ in range(ranks)]
-        self.boxes = [self.allocate(2 * half_bytes) for _ in range(ranks)]
-        self.controls = [self.allocate(layout.CONTROL_BYTES) for _ in range(ranks)]
-        self.reports = [self.allocate(4) for _ in range(ranks)]
-        self.timeout = timeout
-        self.reset()
+        boxes = [self.allocate(2 * half_bytes) for _ in range(ranks)]
+        # Numbers stand for devices of which there is one only.
+        group: Any = tuple(range(ranks))
+        self.ranks = [
+            make_rank(rank, self.gpu, group, boxes, half_bytes, timeout, undo) for rank in group
+        ]
 
     def _load(self) -> Any:
         kernel = shipped().find(EXCHANGE.key, str(self.gpu.arch))
@@ -76,46 +78,33 @@ class VirtualRanks:
     def reset(self) -> None:
         """What DcpMailbox.reset does, for all ranks."""
         self.wait()
-        for rank in range(self.ranks):
-            block = bytearray(layout.CONTROL_BYTES)
-            struct.pack_into("<II", block, layout.RANK, rank, self.ranks)
-            nanoseconds = round(self.timeout * 1e9)
-            numbers = (self.half_bytes, nanoseconds, self.reports[rank])
-            struct.pack_into("<QQQ", block, layout.HALF_BYTES, *numbers)
-            struct.pack_into(f"<{self.ranks}Q", block, layout.BOXES, *self.boxes)
-            self.write(self.controls[rank], bytes(block))
-            self.write(self.reports[rank], bytes(4))
-            peer_memory.fill(self.gpu, self.boxes[rank], 0xFF, 2 * self.half_bytes)
-        self.wait()
+        for rank in self.ranks:
+            rank.clear()
+            rank.set_report(layout.OPEN)
 
     def wait(self) -> None:
         peer_memory.synchronize(self.gpu)
 
     def number(self, rank: int, offset: int) -> int:
         """A u32 of a rank's control block."""
-        return int(self.read(self.controls[rank] + offset, 4).view(np.uint32)[0])
-
-    def report(self, rank: int) -> int:
-        return int(self.read(self.reports[rank], 4).view(np.uint32)[0])
+        return int(self.read(self.ranks[rank].control + offset, 4).view(np.uint32)[0])
 
     def is_empty(self, rank: int) -> bool:
         """Whether all words of a rank's mailbox are EMPTY."""
-        return bool((self.read(self.boxes[rank], 2 * self.half_bytes) == 0xFF).all())
+        return bool((self.read(self.ranks[rank].box, 2 * self.half_bytes) == 0xFF).all())
 
-    def launch(
-        self, rank: int, q: int, out: int, batch: int, words: int, replacement: int = 0x7F7F7F7F
-    ) -> None:
+    def launch(self, rank: int, q: int, out: int, batch: int, words: int) -> None:
         """Queues one call of a rank on its stream, as ffi/src/exchange.cc does."""
         driver = bindings()
         config = driver.CUlaunchConfig()
-        ctas = min(MOST_CTAS, -(-batch * words * self.ranks // THREADS))
+        ctas = min(MOST_CTAS, -(-batch * words * len(self.ranks) // THREADS))
         config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
         config.hStream = self.streams[rank]
         values = [
             np.array([x], dtype)
             for x, dtype in zip(
-                (q, out, self.controls[rank], batch, words, replacement),
+                (q, out, self.ranks[rank].control, batch, words, NAN_WORD),
                 (np.uint64, np.uint64, np.uint64, np.int32, np.int32, np.uint32),
                 strict=True,
             )
