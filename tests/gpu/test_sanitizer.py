@@ -1,46 +1,32 @@
 """compute-sanitizer on every shipped kernel: no access out of bounds, no race in shared memory."""
 
-import glob
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+from sanitizer import sanitizer
 
 from jax_mla import variants
 
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "every_variant.py"
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-FOLDERS = ("/usr/local/cuda*/bin", "/usr/local/cuda*/compute-sanitizer", "/opt/nvidia/*/*")
 CHECKS = ("memcheck", "racecheck", "synccheck")
 CALLS = 2 * 7 * len(variants.PLAIN_VARIANTS)
 """Two batches, seven kinds of call."""
 
 
-def sanitizer() -> str:
-    folders = [folder for pattern in FOLDERS for folder in glob.glob(pattern)]
-    search = os.pathsep.join([os.environ.get("PATH", ""), *folders])
-    tool = shutil.which("compute-sanitizer", path=search)
-    if tool is None:
-        pytest.skip("compute-sanitizer is neither on the PATH nor under /usr/local or /opt/nvidia")
-    return tool
-
-
 @pytest.fixture(scope="module")
 def runs() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """All checks, started together: each spends most of its time on one CPU core."""
-    # JAX asks the driver for entry points it may lack: errors of API calls say nothing here.
-    quiet = ["--report-api-errors", "no", "--show-backtrace", "no"]
-    tool = [sanitizer(), "--error-exitcode", "9", *quiet, "--tool"]
     search_path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
     # One allocation for each array: an access past its end is out of bounds, not in a neighbour.
     environment = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "PYTHONPATH": search_path}
     started = {
         check: subprocess.Popen(
-            [*tool, check, sys.executable, str(PROGRAM)],
+            [*sanitizer(check), sys.executable, str(PROGRAM)],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
