@@ -203,7 +203,10 @@ def _lowering(local: Callable[..., Sequence[jax.Array]]) -> Any:
 
 def _all_gather(q: jax.Array, axis: str) -> jax.Array:
     # As integers: not every platform's collectives know e4m3, and integers keep NaN as it is.
-    heads = jax.lax.all_gather(reference.as_integers(q), axis, axis=1, tiled=True, to="invarying")
+    heads = reference.as_integers(q)
+    if axis not in jax.typeof(heads).manual_axis_type.varying:  # results of ffi_call never are
+        heads = jax.lax.pcast(heads, axis, to="varying")
+    heads = jax.lax.all_gather(heads, axis, axis=1, tiled=True, to="invarying")
     return jax.lax.bitcast_convert_type(heads, q.dtype)
 
 
