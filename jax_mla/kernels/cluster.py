@@ -10,6 +10,7 @@ from jax_mla.kernels.convert import rounded, store_values
 from jax_mla.kernels.insert import insert_row
 from jax_mla.kernels.pair_order import column
 from jax_mla.kernels.plan import SharedPlan
+from jax_mla.kernels.rope import load_position
 from jax_mla.rules import KV_RANK, NOPE, Q_RANK, ROPE
 from jax_mla.variants import THREADS, Variant
 
@@ -76,16 +77,28 @@ class ClusterQuery:
         if tid < KV_RANK // 64:
             ptx.prefetch_l2(kv_norm + 64 * tid)
 
+    def insert_tokens(self, heads, part, head, warp):
+        """The first token of the tile whose KV row this warp inserts, and the step to the next."""
+        ctas = heads * self.cluster
+        return head * self.cluster + part + warp * ctas, WARPS * ctas
+
+    def load_insert_position(self, options, first, batch, heads, part, head, warp):
+        """Position of the first of those tokens; early, since its row of the table waits for it."""
+        token, _ = self.insert_tokens(heads, part, head, warp)
+        return load_position(options, cutlass.min(first + token, batch - 1))
+
     @cute.jit
     def insert(
-        self, qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options, first,
-        heads, part, head, warp, lane,
+        self, qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options,
+        position, first, heads, part, head, warp, lane,
     ):  # fmt: skip
         """Inserts the tile's KV rows, a warp a token, spread over all CTAs of the tile."""
-        ctas = heads * self.cluster
-        for i in range(head * self.cluster + part + warp * ctas, self.tokens, WARPS * ctas):
-            if first + i < batch:
+        start, step = self.insert_tokens(heads, part, head, warp)
+        for token in range(start, self.tokens, step):
+            if first + token < batch:
                 insert_row(
                     qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options,
-                    self.bf16, first + i, lane,
+                    self.bf16, position, first + token, lane,
                 )  # fmt: skip
+            if cutlass.const_expr(options is not None):
+                position = load_position(options, cutlass.min(first + token + step, batch - 1))

@@ -17,7 +17,7 @@ from jax_mla.kernels.convert import (
     normed_words,
     store_values,
 )
-from jax_mla.kernels.rope import load_angle, load_pair, load_position, rotate, store_pair
+from jax_mla.kernels.rope import load_angle, load_pair, rotate, store_pair
 from jax_mla.rules import KV_RANK, Q_RANK, ROPE, ROW
 
 FP8_DS_MLA_ROW = FP8_DS_MLA.row_bytes(DEEPSEEK)
@@ -30,12 +30,13 @@ EXPONENT = 23
 @cute.jit
 def insert_row(
     qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options, bf16: Constexpr,
-    token: Int32, lane: Int32,
+    position, token: Int32, lane: Int32,
 ):  # fmt: skip
     """Norms token's KV latent and writes it with k_pe, rotated or not, to cache row slots[token].
 
-    Called by whole warps with one `token` < batch each. Rows are dropped where the slot is outside
-    [0, cache_rows) and where a later token names the same slot, so exactly one token writes a row.
+    Called by whole warps with one `token` < batch each, which is at `position`. Rows are dropped
+    where the slot is outside [0, cache_rows) and where a later token names the same slot, so
+    exactly one token writes a row.
     """
     row = qkv + Int64(token) * stride + Q_RANK
     # Columns 8 * lane of each half: the two stores below each cover 256 contiguous values.
@@ -44,12 +45,10 @@ def insert_row(
         k_pe = ptx.load_global_16(row + KV_RANK + 8 * (lane % 8))
     else:
         k_pe = load_pair(options, row + KV_RANK, lane)
-        position = load_position(options, token)
+        angle = load_angle(options, position, lane)
     gamma = [ptx.load_constant_16(kv_norm + half * 256 + 8 * lane) for half in range(2)]
     slot = ptx.load_global_i32(slots + token)
     scale = ptx.reciprocal(ptx.load_global_f32(k_scale))
-    if cutlass.const_expr(options is not None):
-        angle = load_angle(options, position, lane)
     superseded = Int32(0)
     for later in range(token + 1 + lane, batch, 32):
         if ptx.load_global_i32(slots + later) == slot:

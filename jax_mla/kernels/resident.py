@@ -148,8 +148,6 @@ class ResidentQuery(ClusterQuery):
 
     def load_position(self, options, first, batch, tid):
         """Position of token tid of the tile, modulo its size."""
-        if options is None:
-            return None
         return load_position(options, cutlass.min(first + tid % self.tokens, batch - 1))
 
     @cute.jit
@@ -264,6 +262,7 @@ class ResidentQuery(ClusterQuery):
                         word = rotate(options, word, angles[2 * m + half])
                         store_pair(options, out + KV_RANK, 4 * warp + lane % 4, word, inverse)
         cute.arch.sync_threads()
+        position = self.load_insert_position(options, first, batch, heads, 0, head, warp)
         sums = self.absorb(nope, w_uk, uk_window, head, warp, lane)
         for m in cutlass.range_constexpr(self.m_tiles):
             for half in cutlass.range_constexpr(2):
@@ -278,6 +277,6 @@ class ResidentQuery(ClusterQuery):
                         inverse,
                     )
         self.insert(
-            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options, first,
-            heads, 0, head, warp, lane,
+            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options,
+            position, first, heads, 0, head, warp, lane,
         )  # fmt: skip

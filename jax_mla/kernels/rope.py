@@ -11,7 +11,9 @@ from jax_mla.kernels.pair_order import NONE, PAIRS, column
 
 
 def load_position(options, token):
-    """The token's position, as the caller gave it."""
+    """The token's position, as the caller gave it; None in the plain form."""
+    if options is None:
+        return None
     return ptx.load_global_b32_if(options.style, options.positions + token, Int32)
 
 

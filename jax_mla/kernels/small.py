@@ -182,8 +182,7 @@ class SmallQuery(ClusterQuery):
 
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(options is not None):
-            position = load_position(options, token)
+        position = load_position(options, token)
         inverse = self.load_inverse(q_scale)
         x = self.normed(qkv + Int64(token) * stride, gamma, eps, lane)
         if cutlass.const_expr(options is not None):
@@ -193,8 +192,8 @@ class SmallQuery(ClusterQuery):
                 self.write_latent(options, x, 256, token, 8 * lane, heads, part, head)
         # The KV row while the weights are on their way.
         self.insert(
-            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options, token,
-            heads, part, head, warp, lane,
+            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options,
+            position, token, heads, part, head, warp, lane,
         )  # fmt: skip
         cute.arch.cluster_wait()
         cute.arch.mbarrier_wait(rows_full, 0)

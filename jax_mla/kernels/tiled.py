@@ -354,6 +354,7 @@ class TiledQuery(ClusterQuery):
 
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        position = self.load_insert_position(options, first, batch, heads, part, head, warp)
         positions = self.load_positions(options, first, batch, tid)
         words = self.load_tokens(qkv, stride, first, batch, warp, lane)
         inverse = self.load_inverse(q_scale)
@@ -366,8 +367,8 @@ class TiledQuery(ClusterQuery):
             self.write_latents(options, x, first, batch, heads, part, head, warp, lane)
         # KV rows while the weights are on their way.
         self.insert(
-            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options, first,
-            heads, part, head, warp, lane,
+            qkv, kv_norm, cache, slots, k_scale, stride, cache_rows, batch, eps, options,
+            position, first, heads, part, head, warp, lane,
         )  # fmt: skip
         for item in cutlass.range_constexpr(self.blocks):
             angles = self.load_angles(options, positions, item, part, lane)
