@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, Uint64, cute
+from cutlass.cutlass_dsl import select_
 
 from jax_mla.kernels import ptx
 from jax_mla.kernels.cluster import WARPS, ClusterQuery
@@ -17,6 +18,7 @@ from jax_mla.kernels.convert import (
     store_values,
 )
 from jax_mla.kernels.options import Options
+from jax_mla.kernels.pair_order import NONE
 from jax_mla.kernels.plan import q_row
 from jax_mla.kernels.rope import load_angle, load_position, rotate, store_pair
 from jax_mla.rules import HEAD_ROWS, KV_RANK, NOPE, Q_RANK
@@ -231,10 +233,15 @@ class TiledQuery(ClusterQuery):
                     word = rotate(options, word, angle)
                     store_pair(options, out + KV_RANK, (rope + column) // 2, word, inverse)
 
-    def load_positions(self, options, first, batch, tid):
-        """Positions of the tokens whose rope values this thread adds up, [token tile]."""
+    def rotating(self, options, tid):
+        """The options of the threads that rotate queries; for the others, without RoPE."""
         if options is None:
             return None
+        rotates = tid // 32 // self.halves == TILES - 1
+        return options._replace(style=select_(rotates, options.style, Int32(NONE)))
+
+    def load_positions(self, options, first, batch, tid):
+        """Positions of the tokens whose rope values this thread adds up, [token tile]."""
         tokens = [first + self.fragment_token(m, tid) for m in range(self.m_tiles)]
         return [load_position(options, cutlass.min(token, batch - 1)) for token in tokens]
 
@@ -355,7 +362,8 @@ class TiledQuery(ClusterQuery):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         position = self.load_insert_position(options, first, batch, heads, part, head, warp)
-        positions = self.load_positions(options, first, batch, tid)
+        rotating = self.rotating(options, tid)
+        positions = self.load_positions(rotating, first, batch, tid)
         words = self.load_tokens(qkv, stride, first, batch, warp, lane)
         inverse = self.load_inverse(q_scale)
         if tid < Q_RANK // 8:
@@ -371,7 +379,7 @@ class TiledQuery(ClusterQuery):
             position, first, heads, part, head, warp, lane,
         )  # fmt: skip
         for item in cutlass.range_constexpr(self.blocks):
-            angles = self.load_angles(options, positions, item, part, lane)
+            angles = self.load_angles(rotating, positions, item, part, lane)
             sums = self.project(x, self.wait_for(item, base), warp, lane)
             for m in cutlass.range_constexpr(self.m_tiles):
                 turn = (item * self.m_tiles + m) % self.buffers
