@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ptx_machine import GlobalMemory, PtxError, run
+from ptx_machine import GlobalMemory, Launch, PtxError, run, run_streams
 
 THREADS = 64
 """Two warps."""
@@ -328,3 +328,70 @@ def test_the_grid_is_run_cluster_by_cluster() -> None:
         """
     found = execute(body, {"out": np.zeros(24, np.uint32)}, cluster=2, grid=(4, 3, 2))["out"]
     assert np.array_equal(found, np.arange(24))
+
+
+STREAM = """
+.version 9.4
+.target sm_90a
+.address_size 64
+.visible .entry kernel(.param .u64 p0, .param .u64 p1, .param .u32 p2)
+{{
+    .reg .pred %p<4>; .reg .b32 %r<8>; .reg .b64 %rd<8>;
+    ld.param.b64 %rd0, [p0];
+    ld.param.b64 %rd1, [p1];
+    ld.param.b32 %r0, [p2];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd2, %r1, 4;
+    add.s64 %rd0, %rd0, %rd2;
+    add.s64 %rd1, %rd1, %rd2;
+    {body}
+    ret;
+}}
+"""
+SEND = "add.s32 %r2, %r1, %r0; st.relaxed.sys.global.b32 [%rd1], %r2;"
+RECEIVE = """
+L: ld.relaxed.sys.global.b32 %r3, [%rd0];
+   setp.eq.b32 %p0, %r3, 0;
+   @%p0 bra L;
+"""
+
+
+def exchange(body: str) -> dict[str, npt.NDArray[Any]]:
+    """Two streams run instructions; %rd0 is the own word of a thread, %rd1 that of its peer."""
+    memory = GlobalMemory({"a": np.zeros(THREADS, np.uint32), "b": np.zeros(THREADS, np.uint32)})
+    streams = [
+        [Launch(ctas=1, parameters=(own, peer, 5 + i), owned=(own,))]
+        for i, (own, peer) in enumerate([("a", "b"), ("b", "a")])
+    ]
+    run_streams(STREAM.format(body=body), streams, memory, block=THREADS)
+    return {name: memory.bytes(name).view(np.uint32) for name in "ab"}
+
+
+def test_streams_wait_for_each_others_words() -> None:
+    found = exchange(SEND + RECEIVE)
+    assert np.array_equal(found["a"], np.arange(THREADS) + 6)
+    assert np.array_equal(found["b"], np.arange(THREADS) + 5)
+
+
+def test_a_thread_may_store_weakly_what_it_has_polled() -> None:
+    found = exchange(SEND + RECEIVE + "st.global.b32 [%rd0], 0;")
+    assert not any(words.any() for words in found.values())
+
+
+def test_streams_that_wait_for_ever_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptx_machine.streams.MOST_TURNS", 100)
+    with pytest.raises(PtxError, match="2 streams do not end"):
+        exchange(RECEIVE)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        SEND + RECEIVE.replace(".relaxed.sys", ""),
+        SEND.replace(".relaxed.sys", "") + RECEIVE,
+        SEND + "st.global.b32 [%rd0], 0;",
+    ],
+)
+def test_weak_accesses_of_what_others_access_are_refused(body: str) -> None:
+    with pytest.raises(PtxError, match="weakly"):
+        exchange(body)

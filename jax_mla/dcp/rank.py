@@ -93,7 +93,7 @@ def make_rank(
         group=group,
         control=control,
         report=report,
-        block=_control_block(rank, boxes, half_bytes, timeout, seen_report),
+        block=control_block(rank, boxes, half_bytes, timeout, seen_report),
         box=boxes[rank],
         half_bytes=half_bytes,
     )
@@ -102,9 +102,15 @@ def make_rank(
     return made
 
 
-def _control_block(
+def control_block(
     rank: int, boxes: Sequence[int], half_bytes: int, timeout: float, report: int
 ) -> bytes:
+    """What the kernel finds before the first call, as `jax_mla.mailbox_layout` has it.
+
+    Args:
+        rank, boxes, half_bytes, timeout: as for `make_rank`.
+        report: address of the report word, as the device sees it.
+    """
     block = bytearray(layout.CONTROL_BYTES)  # epoch and ticket 0, state OPEN
     for at, number in ((layout.RANK, rank), (layout.RANKS, len(boxes))):
         struct.pack_into("<I", block, at, number)

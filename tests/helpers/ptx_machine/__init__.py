@@ -6,7 +6,8 @@
 
 A parameter is the name of a buffer, whose address is passed, or a number. An access outside of a
 buffer, a misaligned one, a load of what nobody stored, a data race, a deadlock and an instruction
-that is not modelled raise PtxError with the line of the text.
+that is not modelled raise PtxError with the line of the text. `run_streams` runs several launches
+at once, whose CTAs may wait for each other.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import numpy as np
 from ptx_machine.machine import Machine
 from ptx_machine.memory import GlobalMemory
 from ptx_machine.parse import PtxError, parse
+from ptx_machine.streams import Launch, run_streams
 
-__all__ = ["GlobalMemory", "PtxError", "run"]
+__all__ = ["GlobalMemory", "Launch", "PtxError", "run", "run_streams"]
 
 
 def run(
@@ -56,7 +58,7 @@ def run(
         name: _bits(value, kind, memory)
         for (name, kind), value in zip(program.parameters.items(), parameters, strict=True)
     }
-    memory.begin()
+    memory.begin(memory.names)
     with np.errstate(all="ignore"):
         machine = Machine(
             program,

@@ -97,6 +97,7 @@ class Machine:
             return np.broadcast_to(np.asarray(value, np.uint32), (self.count,))
 
         self.cta_index = np.zeros((3, self.count), np.uint32)
+        self.clock = np.zeros(self.count, np.uint64)
         found = {
             "%tid.x": all_threads(self.threads % self.block),
             "%tid.y": all_threads(0),
@@ -109,6 +110,7 @@ class Machine:
             "%cluster_ctaid.x": all_threads(self.cta_of),
             "%cluster_nctarank": all_threads(self.ctas),
             "%cluster_nctaid.x": all_threads(self.ctas),
+            "%globaltimer": self.clock,
         }
         for i, axis in enumerate("xyz"):
             found[f"%ctaid.{axis}"] = self.cta_index[i]
@@ -240,21 +242,30 @@ class Machine:
 
     def run(self, first: Sequence[int]) -> None:
         """Runs a cluster whose first CTA has this index."""
-        self._reset(first)
+        self.start(first)
         for _ in range(MOST_STEPS):
-            if not self._step() and not self.barriers.deliver():
+            if not self.advance():
                 break
         else:
             raise PtxError(f"an endless loop: {self._whereabouts()}")
+        self.finish()
+        self.number += self.count
+
+    def advance(self) -> bool:
+        """Runs some threads up to where they may part; False where none can run."""
+        return self._step() or self.barriers.deliver()
+
+    def finish(self) -> None:
+        """Raises PtxError where a cluster that cannot advance has not come to its end."""
         if not self.ended.all():
             raise PtxError(f"deadlock: {self._whereabouts()}")
         lines = [copy.line for copy in self.barriers.copies]
         lines += [copy.line for copy in self.groups.copies]
         if lines:
             raise PtxError(f"line {lines[0]}: nobody waits for the bytes of a copy")
-        self.number += self.count
 
-    def _reset(self, first: Sequence[int]) -> None:
+    def start(self, first: Sequence[int]) -> None:
+        """Places a cluster whose first CTA has this index before its first instruction."""
         for kind, file in self.files.items():
             file.fill(False if kind == np.bool_ else 0xFFF0DEAD % (1 << 8 * kind.itemsize))
         for i in range(3):

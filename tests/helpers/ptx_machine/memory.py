@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,15 @@ class GlobalMemory:
 
     Reports accesses outside of a buffer and misaligned ones; in one launch also a byte that two
     threads store, that one stores and another loads, and that is loaded by `ld.global.nc` although
-    a thread stores it.
+    a thread stores it. Strong accesses (`.relaxed.sys`) of several threads may meet; a weak one of
+    a byte that another thread stores strongly may not, unless its thread has loaded it strongly.
+
+    Args:
+        buffers: what each holds at first.
+        flags: names of buffers whose bytes any thread may access at any time.
     """
 
-    def __init__(self, buffers: Mapping[str, Values]) -> None:
+    def __init__(self, buffers: Mapping[str, Values], flags: Collection[str] = ()) -> None:
         self.names = list(buffers)
         raw = [
             np.ascontiguousarray(buffer).reshape(-1).view(np.uint8) for buffer in buffers.values()
@@ -43,14 +48,28 @@ class GlobalMemory:
         self.data: Bytes = np.zeros(int(room.sum()) + 256, np.uint8)
         for start, buffer in zip(self.starts, raw, strict=True):
             self.data[start : start + len(buffer)] = buffer
-        self.begin()
-
-    def begin(self) -> None:
-        """Starts a launch: what earlier ones stored is there for all to load."""
         # By byte: number of the thread, from 1; 0 is none, -1 several.
         self.stored_by = np.zeros(len(self.data), np.int32)
         self.loaded_by = np.zeros(len(self.data), np.int32)
         self.constant = np.zeros(len(self.data), np.bool_)
+        # The same of strong accesses: the last thread that loaded, and whether one stored.
+        self.polled_by = np.zeros(len(self.data), np.int32)
+        self.published = np.zeros(len(self.data), np.bool_)
+        self.free = np.zeros(len(self.data), np.bool_)
+        for name in flags:
+            self.free[self.extent(name)] = True
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Starts a launch that these buffers belong to: what earlier ones stored is there."""
+        marks = (self.stored_by, self.loaded_by, self.constant, self.polled_by, self.published)
+        for name in names:
+            for mark in marks:
+                mark[self.extent(name)] = 0
+
+    def extent(self, name: str) -> slice:
+        """Where a buffer is in `data`."""
+        i = self.names.index(name)
+        return slice(self.starts[i], self.starts[i] + self.sizes[i])
 
     def address(self, name: str) -> int:
         """Address of the first byte of a buffer."""
@@ -58,8 +77,11 @@ class GlobalMemory:
 
     def bytes(self, name: str) -> Bytes:
         """What a buffer holds now, a copy."""
-        i = self.names.index(name)
-        return self.data[self.starts[i] : self.starts[i] + self.sizes[i]].copy()
+        return self.data[self.extent(name)].copy()
+
+    def write(self, name: str, content: Values) -> None:
+        """Replaces what a buffer holds."""
+        self.data[self.extent(name)] = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
 
     def places(self, addresses: Values, width: int, alignment: int | None = None) -> Indices:
         """Index into `data` of each address, of which `width` bytes are to be accessed."""
@@ -86,9 +108,47 @@ class GlobalMemory:
         width = dtype.itemsize * count
         places = self.places(addresses, width)
         spread = places[:, None] + np.arange(width)
-        self.note_load(spread, threads[:, None])
+        thread = self.marked(spread, threads)
+        if (self.published[spread] & (thread != 0)).any():
+            raise PtxError("a global byte is loaded weakly that a thread stores strongly")
+        self.note_load(spread, thread)
         items: Values = self.data.view(dtype)[places[:, None] // dtype.itemsize + np.arange(count)]
         return items
+
+    def marked(self, places: Indices, threads: Indices) -> Values:
+        """The threads, [address], for each of their [address, byte] places; 0 where it is free."""
+        marked: Values = np.where(self.free[places], 0, threads[:, None])
+        return marked
+
+    def load_strong(self, addresses: Values, dtype: Any, count: int, threads: Indices) -> Values:
+        """Returns [address, count] values."""
+        width = dtype.itemsize * count
+        places = self.places(addresses, width)
+        spread = places[:, None] + np.arange(width)
+        thread = self.marked(spread, threads)
+        self.refuse_others((self.stored_by,), spread, thread, "is loaded")
+        self.polled_by[spread] = thread
+        items: Values = self.data.view(dtype)[places[:, None] // dtype.itemsize + np.arange(count)]
+        return items
+
+    def store_strong(self, addresses: Values, values: Values, threads: Indices) -> None:
+        """Stores [address, count] values."""
+        width = values.itemsize * values.shape[1]
+        places = self.places(addresses, width)
+        spread = places[:, None] + np.arange(width)
+        thread = self.marked(spread, threads)
+        self.refuse_others((self.stored_by, self.loaded_by), spread, thread, "is stored")
+        self.published[spread] = thread != 0
+        at = places[:, None] // values.itemsize + np.arange(values.shape[1])
+        self.data.view(values.dtype)[at] = values
+
+    @staticmethod
+    def refuse_others(marks: Iterable[Values], places: Indices, thread: Values, verb: str) -> None:
+        """Raises where another thread has left a mark."""
+        for mark in marks:
+            others = mark[places]
+            if ((others != 0) & (others != thread) & (thread != 0)).any():
+                raise PtxError(f"a global byte {verb} that another thread accesses weakly")
 
     def note_load(self, places: Indices, thread: Any) -> None:
         """Records loads, by `thread` each, of bytes that may not be another thread's store."""
@@ -122,7 +182,10 @@ class GlobalMemory:
         """Stores [address, count] values."""
         width = values.itemsize * values.shape[1]
         places = self.places(addresses, width)
-        spread, thread = places[:, None] + np.arange(width), threads[:, None]
+        spread = places[:, None] + np.arange(width)
+        thread = self.marked(spread, threads)
+        if (self.published[spread] & (self.polled_by[spread] != thread)).any():
+            raise PtxError("a global byte is stored weakly that another thread stores strongly")
         if self.constant[spread].any():
             raise PtxError("a thread stores a byte that ld.global.nc loads in this launch")
         for others in (self.stored_by[spread], self.loaded_by[spread]):

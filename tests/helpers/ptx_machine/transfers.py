@@ -92,6 +92,57 @@ def _store(machine: Machine, instruction: Instruction, match: Match) -> Action:
     return act
 
 
+@operation(rf"ld\.relaxed\.sys\.global{KIND}")
+def _load_strong(machine: Machine, instruction: Instruction, match: Match) -> Action:
+    destination, address = instruction.operands
+    dtype = TYPES[match["kind"]]
+    targets = [machine.target(item, dtype) for item in _items(destination)]
+    base, offset = machine.address(address, TYPES["b64"])
+
+    def act(threads: Selection) -> None:
+        values = machine.memory.load_strong(
+            base[threads] + offset, dtype, len(targets), machine.number + machine.threads[threads]
+        )
+        for i, target in enumerate(targets):
+            target[threads] = values[:, i]
+
+    return act
+
+
+@operation(rf"st\.relaxed\.sys\.global{KIND}")
+def _store_strong(machine: Machine, instruction: Instruction, match: Match) -> Action:
+    address, source = instruction.operands
+    dtype = TYPES[match["kind"]]
+    sources = [machine.source(item, dtype) for item in _items(source)]
+    base, offset = machine.address(address, TYPES["b64"])
+
+    def act(threads: Selection) -> None:
+        values = np.stack([source[threads] for source in sources], axis=1)
+        machine.memory.store_strong(
+            base[threads] + offset, values, machine.number + machine.threads[threads]
+        )
+
+    return act
+
+
+@operation(r"atom\.relaxed\.gpu\.global\.inc\.u32")
+def _count_up(machine: Machine, instruction: Instruction, match: Match) -> Action:
+    destination, address, limit = instruction.operands
+    target, most = machine.target(destination, TYPES["u32"]), machine.source(limit, TYPES["u32"])
+    base, offset = machine.address(address, TYPES["b64"])
+
+    def act(threads: Selection) -> None:
+        for thread in machine.threads[threads]:
+            one = np.array([thread])
+            arguments = base[one] + offset, machine.number + one
+            [[old]] = machine.memory.load_strong(arguments[0], TYPES["u32"], 1, arguments[1])
+            new = 0 if old >= most[thread] else old + 1
+            machine.memory.store_strong(arguments[0], np.array([[new]], np.uint32), arguments[1])
+            target[thread] = old
+
+    return act
+
+
 @operation(r"prefetch\.global\.L[12]")
 def _prefetch(machine: Machine, instruction: Instruction, match: Match) -> Action:
     base, offset = machine.address(instruction.operands[0], TYPES["b64"])
