@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 SAMPLES = 15
 SAMPLE_SECONDS = 0.012
@@ -33,22 +34,33 @@ class Program:
     layers: int
 
 
+Samples = list[tuple[float, float]]
+"""(host, total) microseconds a layer."""
+
+
 def time_in_turns(programs: Mapping[str, Program]) -> dict[str, Timing]:
-    """A Timing for each program; each sample runs every program once for SAMPLE_SECONDS."""
-    calls = {name: _calls_a_sample(program) for name, program in programs.items()}
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
-    for _ in range(SAMPLES):
+    """A Timing for each program."""
+    return {name: timing(samples) for name, samples in sample_in_turns(programs).items()}
+
+
+def sample_in_turns(
+    programs: Mapping[str, Program], count: int = SAMPLES, seconds: float = SAMPLE_SECONDS
+) -> dict[str, Samples]:
+    """`count` samples of each program, each taken by running it for `seconds`, in turns."""
+    calls = {name: _calls_a_sample(program, seconds) for name, program in programs.items()}
+    samples: dict[str, Samples] = {name: [] for name in programs}
+    for _ in range(count):
         for name, program in programs.items():
             samples[name].append(_sample(program, calls[name]))
-    return {name: _timing(values) for name, values in samples.items()}
+    return samples
 
 
-def _calls_a_sample(program: Program) -> int:
+def _calls_a_sample(program: Program, seconds: float) -> int:
     for _ in range(WARM_UP_CALLS):
         program.call()
     program.wait()
     _, total_us = _sample(program, 4)
-    return max(4, round(SAMPLE_SECONDS * 1e6 / (total_us * program.layers)))
+    return max(4, round(seconds * 1e6 / (total_us * program.layers)))
 
 
 def _sample(program: Program, calls: int) -> tuple[float, float]:
@@ -62,7 +74,20 @@ def _sample(program: Program, calls: int) -> tuple[float, float]:
     return (enqueued - start) * unit, (done - start) * unit
 
 
-def _timing(samples: list[tuple[float, float]]) -> Timing:
+def timing(samples: Samples) -> Timing:
     host, total = np.array(samples).T
-    p10, median, p90 = np.percentile(total, [10, 50, 90])
-    return Timing(us=float(median), p10=float(p10), p90=float(p90), host_us=float(np.median(host)))
+    return Timing(**_spread(total), host_us=float(np.median(host)))
+
+
+def difference(more: Samples, less: Samples) -> dict[str, float]:
+    """Microseconds a layer that one program takes beyond another, each sample beside the other's.
+
+    Their turns are neighbours, so drift of the machine cancels.
+    """
+    beyond = np.array(more)[:, 1] - np.array(less)[:, 1]
+    return {name: round(value, 3) for name, value in _spread(beyond).items()}
+
+
+def _spread(values: npt.NDArray[np.float64]) -> dict[str, float]:
+    p10, median, p90 = np.percentile(values, [10, 50, 90])
+    return {"us": float(median), "p10": float(p10), "p90": float(p90)}

@@ -1,4 +1,4 @@
-"""Draws docs/speed.svg from benchmarks/results/*.json, one row of panels for each file.
+"""Draws docs/speed.svg from the results of time_q_absorb.py, one row of panels for each file.
 
 pip install '.[bench]' && python benchmarks/plot.py
 
@@ -10,7 +10,7 @@ import json
 import pathlib
 from typing import Any
 
-from tables import RESULTS, ROOT
+from tables import RESULTS, ROOT, speed_files
 
 PICTURE = ROOT / "docs" / "speed.svg"
 LINES: dict[str, dict[str, Any]] = {
@@ -33,8 +33,8 @@ def series(results: dict[str, Any]) -> dict[int, dict[str, dict[int, float]]]:
 
 
 def source(results: pathlib.Path) -> str:
-    """What the picture says it was drawn from: a hash of every results file."""
-    files = sorted(results.glob("*.json"))
+    """What the picture says it was drawn from: a hash of each results file."""
+    files = speed_files(results)
     return ", ".join(f"{f.name} sha256 {hashlib.sha256(f.read_bytes()).hexdigest()}" for f in files)
 
 
@@ -45,7 +45,7 @@ def draw(results: pathlib.Path, picture: pathlib.Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise SystemExit("drawing needs matplotlib: pip install '.[bench]'") from None
-    files = sorted(results.glob("*.json"))
+    files = speed_files(results)
     if not files:
         raise SystemExit(f"{results} holds no results: run python benchmarks/time_q_absorb.py")
     with matplotlib.rc_context(STYLE):

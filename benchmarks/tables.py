@@ -25,23 +25,50 @@ HEADER = (
     "share of floor",
     "kernel",
 )
+MAILBOX_HEADER = (
+    "ranks",
+    "heads a rank",
+    "B",
+    "target",
+    "exchange alone",
+    "beside q_absorb",
+    "all heads instead",
+    "verdict",
+)
+
+
+def speed_files(results: pathlib.Path) -> list[pathlib.Path]:
+    """The results of time_q_absorb.py in a folder."""
+    return sorted(set(results.glob("*.json")) - set(mailbox_files(results)))
+
+
+def mailbox_files(results: pathlib.Path) -> list[pathlib.Path]:
+    """The results of time_mailbox.py in a folder."""
+    return sorted(results.glob("mailbox_*.json"))
 
 
 def tables(results: pathlib.Path) -> str:
     """One Markdown table for each results file, each under a line that says where it was made."""
-    files = sorted(results.glob("*.json"))
-    parts = [_table(json.loads(file.read_text()), file.name) for file in files]
+    parts = [
+        *(_table(json.loads(file.read_text()), file.name) for file in speed_files(results)),
+        *(_mailbox_table(json.loads(file.read_text()), file.name)
+          for file in mailbox_files(results)),
+    ]  # fmt: skip
     return "\n\n".join(parts) if parts else "No results are committed yet."
 
 
-def _table(results: dict[str, Any], name: str) -> str:
-    facts = results["environment"]
-    title = (
+def _made(facts: dict[str, Any], name: str) -> str:
+    """Where a results file was made."""
+    return (
         f"{facts['gpu']}, driver {facts['driver']}, jax {facts['jax']}, jax_mla"
         f" {facts['jax_mla']} ({facts['commit']}), {facts['date']}, SM clock"
         f" {facts['clocks_before']['clocks.sm']} before and {facts['clocks_after']['clocks.sm']}"
-        f" after ([{name}](benchmarks/results/{name})). Microseconds a layer:"
+        f" after ([{name}](benchmarks/results/{name}))."
     )
+
+
+def _table(results: dict[str, Any], name: str) -> str:
+    title = f"{_made(results['environment'], name)} Microseconds a layer:"
     lines = [_line(HEADER), _line(["---:"] * (len(HEADER) - 1) + ["---"])]
     return "\n".join([title, "", *lines, *(_line(_cells(row)) for row in results["rows"])])
 
@@ -59,6 +86,28 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['floor_us'] / ours['us']:.0%}",
         f"`{row['variant']}`",
     ]
+
+
+def _mailbox_table(results: dict[str, Any], name: str) -> str:
+    title = (
+        f"{_made(results['environment'], name)} Microseconds that the gather through mailboxes adds"
+        " to a call where all ranks share this GPU, p10 to p90 in brackets, against what a rank pays"
+        " that has the heads of all ranks instead:"
+    )
+    lines = [_line(MAILBOX_HEADER), _line(["---:"] * (len(MAILBOX_HEADER) - 1) + ["---"])]
+    return "\n".join([title, "", *lines, *(_line(_mailbox_cells(row)) for row in results["rows"])])
+
+
+def _mailbox_cells(row: dict[str, Any]) -> list[str]:
+    shape = [str(row[name]) for name in ("ranks", "heads", "batch")]
+    if "failure" in row:
+        return [*shape, *["-"] * 4, "gave up"]
+    times = [
+        f"{added['us']:.1f} ({added['p10']:.1f} to {added['p90']:.1f})"
+        for added in row["adds"].values()
+    ]
+    verdicts = [f"{verdict} {name}" for name, verdict in row["target"].items()]
+    return [*shape, f"{row['target_us']:.1f}", *times, ", ".join(verdicts)]
 
 
 def _line(cells: list[str] | tuple[str, ...]) -> str:

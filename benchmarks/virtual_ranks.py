@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jax_mla import PeerTimeout
 from jax_mla import mailbox_layout as layout
 from jax_mla.dcp.rank import make_rank
-from jax_mla.runtime import peer_memory
+from jax_mla.runtime import loader, peer_memory
 from jax_mla.runtime.device import bindings, call, device, primary_context
-from jax_mla.runtime.manifest import shipped
+from jax_mla.runtime.manifest import Kernel, shipped
 from jax_mla.variants import EXCHANGE, THREADS
 
 MOST_CTAS = 32
@@ -40,8 +41,8 @@ class VirtualRanks:
     ) -> None:
         self.gpu = device(0)
         undo.enter_context(primary_context(self.gpu))
-        self.half_bytes, self.undo = half_bytes, undo
-        self.function = self._load()
+        self.half_bytes, self.timeout, self.undo = half_bytes, timeout, undo
+        self.exchange, self.function = self.load(EXCHANGE.key)
         self.streams = [self._make("cuStreamCreate", "cuStreamDestroy", 1) for _ in range(ranks)]
         boxes = [self.allocate(2 * half_bytes) for _ in range(ranks)]
         # Numbers stand for devices of which there is one only.
@@ -50,13 +51,10 @@ class VirtualRanks:
             make_rank(rank, self.gpu, group, boxes, half_bytes, timeout, undo) for rank in group
         ]
 
-    def _load(self) -> Any:
-        kernel = shipped().find(EXCHANGE.key, str(self.gpu.arch))
-        library = call(
-            "cuLibraryLoadData", shipped().read(kernel), [], [], 0, [], [], 0, task="kernel"
-        )
-        handle = call("cuLibraryGetKernel", library, kernel.symbol.encode(), task="kernel")
-        return call("cuKernelGetFunction", handle, task="kernel")
+    def load(self, key: str) -> tuple[Kernel, Any]:
+        """How a kernel is launched, and its function, loaded as the package loads it."""
+        kernel = shipped().find(key, str(self.gpu.arch))
+        return kernel, loader._function(kernel, shipped().read(kernel), self.gpu)
 
     def _make(self, create: str, destroy: str, *arguments: Any) -> Any:
         made = call(create, *arguments, task=create)
@@ -85,6 +83,15 @@ class VirtualRanks:
     def wait(self) -> None:
         peer_memory.synchronize(self.gpu)
 
+    def check(self) -> None:
+        """Raises PeerTimeout where a call that has completed gave up."""
+        for number, rank in enumerate(self.ranks):
+            if (missing := rank.missing) is not None:
+                raise PeerTimeout(
+                    f"virtual rank {number} waited {self.timeout:g} s in vain for rank {missing}."
+                    " Not all of their calls ran at once: use fewer ranks."
+                )
+
     def number(self, rank: int, offset: int) -> int:
         """A u32 of a rank's control block."""
         return int(self.read(self.ranks[rank].control + offset, 4).view(np.uint32)[0])
@@ -93,24 +100,49 @@ class VirtualRanks:
         """Whether all words of a rank's mailbox are EMPTY."""
         return bool((self.read(self.ranks[rank].box, 2 * self.half_bytes) == 0xFF).all())
 
+    def ctas(self, batch: int, words: int) -> int:
+        """CTAs of one call of a rank, as in ffi/src/exchange.cc."""
+        return min(MOST_CTAS, -(-batch * words * len(self.ranks) // THREADS))
+
+    def resident_ctas(self) -> int:
+        """CTAs of the exchange that the GPU runs at once."""
+        sms = bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        count = call("cuDeviceGetAttribute", sms, self.gpu.handle, task="SMs")
+        occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        return int(count * call(occupancy, self.function, THREADS, 0, task="occupancy"))
+
     def launch(self, rank: int, q: int, out: int, batch: int, words: int) -> None:
         """Queues one call of a rank on its stream, as ffi/src/exchange.cc does."""
+        pointers = np.array([q, out, self.ranks[rank].control], np.uint64)
+        sizes, replacement = np.array([batch, words], np.int32), np.array([NAN_WORD], np.uint32)
+        grid = self.ctas(batch, words), 1, 1
+        self.queue(rank, self.exchange, self.function, grid, [*pointers, *sizes, *replacement])
+
+    def queue(
+        self,
+        rank: int,
+        kernel: Kernel,
+        function: Any,
+        grid: tuple[int, int, int],
+        parameters: Sequence[np.generic],
+    ) -> None:
+        """Queues a kernel on a rank's stream, as ffi/src/launch.cc does."""
         driver = bindings()
         config = driver.CUlaunchConfig()
-        ctas = min(MOST_CTAS, -(-batch * words * len(self.ranks) // THREADS))
-        config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.block, 1, 1
+        config.sharedMemBytes = kernel.shared_memory
         config.hStream = self.streams[rank]
-        values = [
-            np.array([x], dtype)
-            for x, dtype in zip(
-                (q, out, self.ranks[rank].control, batch, words, NAN_WORD),
-                (np.uint64, np.uint64, np.uint64, np.int32, np.int32, np.uint32),
-                strict=True,
-            )
-        ]
-        pointers = np.array([value.ctypes.data for value in values], np.uint64)
-        call("cuLaunchKernelEx", config, self.function, pointers.ctypes.data, 0, task="launch")
+        if kernel.cluster > 1:
+            cluster = driver.CUlaunchAttribute()
+            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster.value.clusterDim.x = kernel.cluster
+            cluster.value.clusterDim.y = 1
+            cluster.value.clusterDim.z = 1
+            config.attrs, config.numAttrs = [cluster], 1
+        held = [np.array([parameter]) for parameter in parameters]
+        pointers = np.array([values.ctypes.data for values in held], np.uint64)
+        call("cuLaunchKernelEx", config, function, pointers.ctypes.data, 0, task="launch")
 
     def fill_later(self, rank: int, address: int, byte: int, size: int) -> None:
         """Queues a memset on a rank's stream."""
