@@ -90,9 +90,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _mailbox_table(results: dict[str, Any], name: str) -> str:
     title = (
-        f"{_made(results['environment'], name)} Microseconds that the gather through mailboxes adds"
-        " to a call where all ranks share this GPU, p10 to p90 in brackets, against what a rank pays"
-        " that has the heads of all ranks instead:"
+        f"{_made(results['environment'], name)} Measured by `python benchmarks/time_mailbox.py`,"
+        " whose docstring says what these are not: microseconds that the gather through mailboxes"
+        " adds to a call where all ranks share this GPU, p10 to p90 in brackets, and what a rank"
+        " pays that has the heads of all ranks instead:"
     )
     lines = [_line(MAILBOX_HEADER), _line(["---:"] * (len(MAILBOX_HEADER) - 1) + ["---"])]
     return "\n".join([title, "", *lines, *(_line(_mailbox_cells(row)) for row in results["rows"])])
