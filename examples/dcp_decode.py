@@ -14,11 +14,15 @@ bytes and outputs may differ by FP32 rounding; otherwise the exit status is 1.
 
     python examples/dcp_decode.py                   # 8 GPUs, or 8 made-up CPU devices
     python examples/dcp_decode.py --mesh 1 1 2      # data, tensor, dcp: 2 devices
+    python examples/dcp_decode.py --mailbox         # 8 GPUs, or one that two processes share
+
+With --mailbox, dcp_mailbox.py does the same with queries gathered through a `jax_mla.DcpMailbox`.
 """
 
 import argparse
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +39,9 @@ from jax_mla import dcp
 Ints = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
+NAMES = ("data", "tensor", "dcp")
 AXES = jax_mla.MeshAxes(batch="data", heads="tensor", dcp="dcp")
+PARTS = P("dcp", "data", "tensor")  # [D, B, H, ...], attention of each rank over what it stores
 
 Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 1536, 512, 128, 64, 128
 COLUMNS, HEAD_ROWS, ROW = Q_RANK + KV_RANK + ROPE, NOPE + ROPE, KV_RANK + ROPE
@@ -65,6 +71,7 @@ def decode_step(
     block_tables: jax.Array,
     positions: jax.Array,
     interleave: int,
+    mailbox: jax_mla.DcpMailbox | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One token a sequence, on the mesh in context.
 
@@ -75,27 +82,59 @@ def decode_step(
         block_tables: [B, N] int32, pages of each sequence.
         positions: [B] int32, index of each token in its sequence.
         interleave: consecutive positions on a rank.
+        mailbox: through which queries are gathered; None for a collective.
 
     Returns:
         (output, q, cache): output is [B, H, 128] f32, before the output projection.
     """
-    q, cache = store(layer, qkv, cache, block_tables, positions, interleave)
-    specs, by_head = AXES.specs(), P("data", ("tensor", "dcp"))
+    outs, lses, q, cache = attend_by_rank(
+        layer, qkv, cache, block_tables, positions, interleave, mailbox
+    )
+    return merge(outs, lses, layer.w_uv), q, cache
+
+
+def attend_by_rank(
+    layer: Layer,
+    qkv: jax.Array,
+    cache: jax.Array,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    interleave: int,
+    mailbox: jax_mla.DcpMailbox | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """A step up to the merge, (outs, lses, q, cache): with a mailbox it has no collective."""
+    q, cache = store(layer, qkv, cache, block_tables, positions, interleave, mailbox)
+    specs = AXES.specs()
 
     def on_each_rank(
-        q: jax.Array, cache: jax.Array, tables: jax.Array, lengths: jax.Array, w_uv: jax.Array
-    ) -> jax.Array:
+        q: jax.Array, cache: jax.Array, tables: jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         rank = jax.lax.axis_index("dcp")
         local = dcp.local_lengths(lengths, jax.lax.axis_size("dcp"), interleave)[rank]
-        latents, _ = dcp.merge(*attend(q, cache, tables, local), "dcp")
-        return unabsorb(latents, w_uv)
+        out, lse = attend(q, cache, tables, local)
+        return out[None], lse[None]
 
     attention = jax.shard_map(
         on_each_rank,
-        in_specs=(specs.q, specs.cache, P("data"), P("data"), specs.w_uk),
-        out_specs=by_head,
+        in_specs=(specs.q, specs.cache, P("data"), P("data")),
+        out_specs=(PARTS, PARTS),
     )
-    return attention(q, cache, block_tables, positions + 1, layer.w_uv), q, cache
+    return *attention(q, cache, block_tables, positions + 1), q, cache
+
+
+def merge(outs: jax.Array, lses: jax.Array, w_uv: jax.Array) -> jax.Array:
+    """The output from all ranks' parts: [D, B, H, 512] and [D, B, H]."""
+
+    def on_each_rank(outs: jax.Array, lses: jax.Array, w_uv: jax.Array) -> jax.Array:
+        latents, _ = dcp.merge(outs[0], lses[0], "dcp")
+        return unabsorb(latents, w_uv)
+
+    merged = jax.shard_map(
+        on_each_rank,
+        in_specs=(PARTS, PARTS, AXES.specs().w_uk),
+        out_specs=P("data", ("tensor", "dcp")),
+    )
+    return merged(outs, lses, w_uv)
 
 
 def store(
@@ -105,13 +144,14 @@ def store(
     block_tables: jax.Array,
     positions: jax.Array,
     interleave: int,
+    mailbox: jax_mla.DcpMailbox | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Queries of some tokens, and the cache with their rows: all that a prefill needs of a step."""
     page_size, ranks = cache.shape[1], jax.sharding.get_abstract_mesh().shape["dcp"]
     slots = dcp.local_slots(block_tables, positions, page_size, ranks, interleave)
     # Every rank has computed all ranks' slots: each keeps its own.
     slots = jax.reshard(slots, AXES.specs().slots)
-    return q_absorb(layer, qkv, cache, slots, axes=AXES)
+    return q_absorb(layer, qkv, cache, slots, axes=AXES, mailbox=mailbox)
 
 
 def q_absorb(
@@ -149,23 +189,23 @@ class OnMesh:
     """The layer on all devices of a mesh."""
 
     def __init__(
-        self, layer: Layer, mesh: jax.sharding.Mesh, pages: int, page_size: int, interleave: int
+        self, layer: Layer, mesh: jax.sharding.Mesh, pages: int, page_size: int, **options: Any
     ) -> None:
         at = AXES.shardings(mesh)
         self._layer = Layer(
-            q_norm=jax.device_put(layer.q_norm, at.q_norm),
-            kv_norm=jax.device_put(layer.kv_norm, at.kv_norm),
-            w_qb=jax.device_put(layer.w_qb, at.w_qb),
-            w_uk=jax.device_put(layer.w_uk, at.w_uk),
-            w_uv=jax.device_put(layer.w_uv, at.w_uk),
+            q_norm=place(layer.q_norm, at.q_norm),
+            kv_norm=place(layer.kv_norm, at.kv_norm),
+            w_qb=place(layer.w_qb, at.w_qb),
+            w_uk=place(layer.w_uk, at.w_uk),
+            w_uv=place(layer.w_uv, at.w_uk),
         )
         pages *= mesh.shape["data"] * mesh.shape["dcp"]
-        self.cache = jax.device_put(empty_cache(pages, page_size), at.cache)
-        self._mesh, self._interleave = mesh, interleave
-        self._store, self._step = (
-            jax.jit(function, static_argnames="interleave", donate_argnames="cache")
-            for function in (store, decode_step)
-        )
+        self.cache = place(empty_cache(pages, page_size), at.cache)
+        self._mesh, self._options = mesh, options
+        self._store, self._step = self._jit(store), self._jit(decode_step)
+
+    def _jit(self, function: Any) -> Any:
+        return jax.jit(function, static_argnames=(*self._options,), donate_argnames="cache")
 
     def store(self, qkv: Any, tables: Ints, positions: Ints) -> None:
         _, self.cache = self._call(self._store, qkv, tables, positions)
@@ -174,17 +214,23 @@ class OnMesh:
         output, q, self.cache = self._call(self._step, qkv, tables, positions)
         return output, q
 
+    def to_host(self, x: Any) -> npt.NDArray[Any]:
+        return np.asarray(x)
+
     def _call(self, function: Any, *by_token: Any) -> Any:
         by_batch = jax.NamedSharding(self._mesh, P("data"))
-        qkv, tables, positions = jax.device_put(by_token, by_batch)
+        qkv, tables, positions = (place(x, by_batch) for x in by_token)
         with jax.set_mesh(self._mesh):
-            return function(
-                self._layer, qkv, self.cache, tables, positions, interleave=self._interleave
-            )
+            return function(self._layer, qkv, self.cache, tables, positions, **self._options)
+
+
+def place(x: Any, sharding: jax.NamedSharding) -> jax.Array:
+    """Puts on each device its part of what every process has; nothing is communicated."""
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
 class OnOneDevice:
-    """The layer on the first device of a mesh, with pages that hold what a whole group's do.
+    """The layer on one device of a mesh, with pages that hold what a whole group's do.
 
     q_absorb is called for the tokens and heads of one rank at a time: for another size it may
     choose another kernel, which sums in another order.
@@ -193,14 +239,14 @@ class OnOneDevice:
     def __init__(self, layer: Layer, mesh: jax.sharding.Mesh, pages: int, page_size: int) -> None:
         groups = mesh.shape["tensor"] * mesh.shape["dcp"]
         by_rank = (np.split(weight, groups) for weight in (layer.w_qb, layer.w_uk))
-        place = functools.partial(jax.device_put, device=mesh.devices.flat[0])
+        put = functools.partial(jax.device_put, device=mesh.local_devices[0])
         self._by_rank = [
-            place(dataclasses.replace(layer, w_qb=w_qb, w_uk=w_uk))
+            put(dataclasses.replace(layer, w_qb=w_qb, w_uk=w_uk))
             for w_qb, w_uk in zip(*by_rank, strict=True)
         ]
-        self._w_uv = place(layer.w_uv)
+        self._w_uv = put(layer.w_uv)
         self._data, self._pages = mesh.shape["data"], pages
-        self.cache = place(empty_cache(self._data * pages, page_size * mesh.shape["dcp"]))
+        self.cache = put(empty_cache(self._data * pages, page_size * mesh.shape["dcp"]))
 
     def store(self, qkv: Any, tables: Ints, positions: Ints) -> Any:
         shards = (np.split(x, self._data) for x in (qkv, self._in_one_cache(tables), positions))
@@ -209,6 +255,9 @@ class OnOneDevice:
     def step(self, qkv: Any, tables: Ints, positions: Ints) -> tuple[Any, Any]:
         q = self.store(qkv, tables, positions)
         return attend_whole(self._w_uv, q, self.cache, self._in_one_cache(tables), positions), q
+
+    def to_host(self, x: Any) -> npt.NDArray[Any]:
+        return np.asarray(x)
 
     def _store_shard(self, qkv: Any, tables: Ints, positions: Ints) -> Any:
         heads = []
@@ -305,12 +354,12 @@ def decode(layer: OnMesh | OnOneDevice, work: Work) -> Result:
     outputs, queries = [], []
     for index, qkv in enumerate(work.tokens):
         output, q = layer.step(qkv, work.tables, work.prefix_lengths + np.int32(index))
-        outputs.append(np.asarray(output))
-        queries.append(np.asarray(q).view(np.uint8))
+        outputs.append(layer.to_host(output))
+        queries.append(layer.to_host(q).view(np.uint8))
     return Result(
         outputs=np.stack(outputs),
         queries=np.stack(queries),
-        cache=np.asarray(layer.cache).view(np.uint8),
+        cache=layer.to_host(layer.cache).view(np.uint8),
     )
 
 
@@ -326,12 +375,40 @@ def report(actual: Result, expected: Result, interleave: int) -> bool:
     cache = np.count_nonzero(actual.cache != expected.cache)
     difference = np.linalg.norm(actual.outputs - expected.outputs)
     error = float(difference / np.linalg.norm(expected.outputs))
+    who = f"process {jax.process_index()}, " if jax.process_count() > 1 else ""
     print(
-        f"interleave {interleave:2}: {queries} of {actual.queries.size} query bytes and {cache} of"
-        f" {actual.cache.size} cache bytes differ, outputs by {error:.1e} ({TOLERANCE:.0e} may)"
+        f"{who}interleave {interleave:2}: {queries} of {actual.queries.size} query bytes and"
+        f" {cache} of {actual.cache.size} cache bytes differ,"
+        f" outputs by {error:.1e} ({TOLERANCE:.0e} may)"
     )
     # A NaN anywhere makes `error` NaN, which is not within a bound.
     return queries == 0 and cache == 0 and error <= TOLERANCE
+
+
+def compare(
+    options: argparse.Namespace,
+    mesh: jax.sharding.Mesh,
+    mailbox: jax_mla.DcpMailbox | None = None,
+    on_mesh: type[OnMesh] = OnMesh,
+) -> bool:
+    """Prints a line for each interleave; whether the mesh did what one device does in all."""
+    data, _, ranks = options.mesh
+    work = random_work(options)
+    pages = work.pages, options.page_size
+    whole = decode(OnOneDevice(work.layer, mesh, *pages), work)
+    agree = []
+    for interleave in options.interleave:
+        layer = on_mesh(work.layer, mesh, *pages, interleave=interleave, mailbox=mailbox)
+        split = decode(layer, work)
+        cache = dealt_out(whole.cache, data, ranks, options.page_size, interleave)
+        agree.append(report(split, dataclasses.replace(whole, cache=cache), interleave))
+    return all(agree)
+
+
+def announce(mesh: jax.sharding.Mesh) -> None:
+    first, (data, tensor, ranks) = mesh.local_devices[0], mesh.axis_sizes
+    ran = "the jax.numpy reference" if jax_mla.supported(first) else "the CUDA kernel"
+    print(f"{data} data x {tensor} tensor x {ranks} dcp of {first.device_kind}: {ran}")
 
 
 def devices(count: int) -> list[jax.Device]:
@@ -358,29 +435,29 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=16, help="cache rows a page")
     parser.add_argument("--interleave", type=int, nargs="+", default=(1, 16))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--mailbox",
+        action="store_true",
+        help="gather queries through a DcpMailbox, on GPUs of one process; where there are fewer"
+        " than --mesh says, two processes share a GPU, as a mesh of 1 1 2",
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 when mesh and one device agree, else 1."""
     options = parse(arguments)
-    data, tensor, ranks = options.mesh
-    mesh = jax.make_mesh(
-        options.mesh, ("data", "tensor", "dcp"), devices=devices(data * tensor * ranks)
-    )
-    first = mesh.devices.flat[0]
-    ran = "the jax.numpy reference" if jax_mla.supported(first) else "the CUDA kernel"
-    print(f"{data} data x {tensor} tensor x {ranks} dcp of {first.device_kind}: {ran}")
-    work = random_work(options)
-    pages = work.pages, options.page_size
-    whole = decode(OnOneDevice(work.layer, mesh, *pages), work)
-    agree = []
-    for interleave in options.interleave:
-        split = decode(OnMesh(work.layer, mesh, *pages, interleave), work)
-        cache = dealt_out(whole.cache, data, ranks, options.page_size, interleave)
-        agree.append(report(split, dataclasses.replace(whole, cache=cache), interleave))
-    print("ok" if all(agree) else "FAILED: the mesh did not do what one device does")
-    return 0 if all(agree) else 1
+    if options.mailbox:
+        import dcp_mailbox  # which builds on this file
+
+        agree = dcp_mailbox.agrees(options)
+    else:
+        found = devices(math.prod(options.mesh))
+        mesh = jax.make_mesh(options.mesh, NAMES, devices=found)
+        announce(mesh)
+        agree = compare(options, mesh)
+    print("ok" if agree else "FAILED: the mesh did not do what one device does")
+    return 0 if agree else 1
 
 
 if __name__ == "__main__":
