@@ -103,7 +103,8 @@ class OnSharedGpu(OnMesh):
         super().__init__(layer, mesh, *pages, **options)
         cpus = {device.process_index: device for device in jax.devices("cpu")}
         beside = [cpus[device.process_index] for device in mesh.devices.flat]
-        self._cpus = jax.make_mesh(mesh.axis_sizes, NAMES, devices=beside)
+        ranks = np.reshape(beside, mesh.axis_sizes)
+        self._cpus = jax.sharding.Mesh(ranks, mesh.axis_names, axis_types=mesh.axis_types)
         self._w_uv = place(layer.w_uv, AXES.shardings(self._cpus).w_uk)
         self._attend, self._merge = self._jit(attend_by_rank), jax.jit(merge)
 

@@ -17,9 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_gpu import FakeDriver
+from fake_setup import install
 
 import jax_mla
 from jax_mla import testing
+from jax_mla.dcp import mailbox as mailbox_module
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ["decode_step", "dcp_decode", "deepseek_layer", "export"]
@@ -49,7 +52,9 @@ def _load(name: str) -> ModuleType:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
+    """dcp_mailbox by dcp_decode --mailbox."""
+    found = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert found == {*EXAMPLES, "dcp_mailbox"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -232,6 +237,79 @@ def test_decoding_on_a_mesh_fails_when_a_part_is_wrong(
 ) -> None:
     monkeypatch.setattr(module, name, wrong)
     assert _load("dcp_decode").main([*MESH_OPTIONS, "--interleave", "4"]) == 1
+
+
+def test_a_mailbox_without_a_gpu_is_refused() -> None:
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / "dcp_decode.py", "--mailbox"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert run.stderr.startswith("--mailbox needs an NVIDIA GPU, got none: ")
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "agrees"), [("nothing", True), ("merge", False), ("process 1", False)]
+)
+def test_two_processes_that_merge_on_cpus_agree_unless_one_is_wrong(
+    corrupt: str, agrees: bool
+) -> None:
+    """With CPUs instead of a shared GPU, and a collective instead of a mailbox."""
+    program = ROOT / "tests" / "programs" / "mailbox_example.py"
+    printed = _run(program, corrupt, PYTHONPATH=str(ROOT / "examples"))
+    assert printed.endswith(f"agrees: {agrees}\n")
+    for process in range(2):
+        assert printed.count(f"process {process}, interleave") == 2
+
+
+COLLECTIVE = re.compile(
+    r"\b(all.gather|all.reduce|all.to.all|collective.\w+|reduce.scatter)(?:-start)?\"?\("
+)
+
+
+def _program(function: str, mailbox: bool, text_of: Callable[[Any], str]) -> str:
+    """Text of a function of dcp_decode on 2 CPU devices, from what jax.jit traced."""
+    example = _load("dcp_decode")
+    options = example.parse(["--mesh", "1", "1", "2"])
+    work, devices = example.random_work(options), jax.devices("cpu")[:2]
+    mesh = jax.make_mesh(options.mesh, example.NAMES, devices=devices)
+    box = jax_mla.DcpMailbox(mesh, "dcp", max_batch=2, heads=2) if mailbox else None
+    layer = example.OnMesh(work.layer, mesh, work.pages, 16, interleave=16, mailbox=box)
+    program = layer._jit(getattr(example, function))
+
+    def text(*arguments: Any, **options: Any) -> str:
+        return text_of(program.trace(*arguments, **options))
+
+    return str(layer._call(text, work.tokens[0], work.tables, work.prefix_lengths))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="lowering looks at the process's GPUs")
+def test_with_a_mailbox_only_the_merge_is_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeDriver(2))
+    monkeypatch.setattr(mailbox_module, "check_devices", lambda groups, process: None)
+
+    def lowered(traced: Any) -> str:
+        return str(traced.lower(lowering_platforms=("cuda",)).as_text())
+
+    for function, collectives in (
+        ("store", []),
+        ("attend_by_rank", []),
+        ("decode_step", ["all_to_all"] * 2),
+    ):
+        text = _program(function, True, lowered)
+        assert COLLECTIVE.findall(text) == collectives, function
+        assert text.count("custom_call @jax_mla_exchange(") == 1
+
+
+@pytest.mark.parametrize("function", ["store", "attend_by_rank"])
+def test_the_partitioner_adds_no_collective(function: str) -> None:
+    """Without a mailbox the one of q_absorb is left."""
+    text = _program(function, False, lambda traced: str(traced.lower().compile().as_text()))
+    assert COLLECTIVE.findall(text) == ["all-gather"]
 
 
 def test_an_export_without_the_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,3 +72,18 @@ def test_two_processes_get_each_others_bytes() -> None:
     ends = [process.returncode for process in running]
     assert ends == [0, -signal.SIGKILL], "\n".join(text[-6000:] for text in printed)
     assert "done" in printed[0]
+
+
+def test_the_example_decodes_in_two_processes_that_share_the_gpu() -> None:
+    example = pathlib.Path(__file__).parents[2] / "examples" / "dcp_decode.py"
+    run = subprocess.run(
+        [sys.executable, example, "--mailbox", "--mesh", "1", "1", "2"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout[-8000:]
+    assert run.stdout.endswith("ok\n")
