@@ -16,29 +16,22 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import numpy.typing as npt
-from dcp_decode import (
-    AXES,
-    NAMES,
-    Ints,
-    Layer,
-    OnMesh,
-    announce,
-    attend_by_rank,
-    compare,
-    merge,
-    place,
-)
+from dcp_layer import AXES, NAMES, Ints, Layer, OnMesh, attend_by_rank, merge, place
 from jax.experimental import multihost_utils
 
 import jax_mla
 
+Compare = Callable[..., bool]
+"""`dcp_decode.compare`; passed, since dcp_decode builds on this file."""
 
-def agrees(options: argparse.Namespace) -> bool:
+
+def agrees(options: argparse.Namespace, compare: Compare) -> bool:
     """Whether GPUs that gather through a mailbox do what one device does."""
     # Two more processes may each want such a part of a GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".2")
@@ -50,9 +43,8 @@ def agrees(options: argparse.Namespace) -> bool:
         raise SystemExit(f"--mailbox needs an NVIDIA GPU, got none: {error}") from error
     ranks = math.prod(options.mesh)
     if len(gpus) < ranks:
-        return in_two_processes(options)
+        return in_two_processes(options, compare)
     mesh = jax.make_mesh(options.mesh, NAMES, devices=gpus[:ranks])
-    announce(mesh)
     with mailbox_of(mesh, options) as mailbox:
         return compare(options, mesh, mailbox)
 
@@ -63,15 +55,16 @@ def mailbox_of(mesh: jax.sharding.Mesh, options: argparse.Namespace) -> jax_mla.
     return jax_mla.DcpMailbox(mesh, "dcp", max_batch=most, heads=options.heads)
 
 
-def in_two_processes(options: argparse.Namespace, platform: str = "cuda") -> bool:
+def in_two_processes(options: argparse.Namespace, compare: Compare, platform: str = "cuda") -> bool:
     """Whether both processes find that they do what one device does."""
     options.mesh = 1, 1, 2
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")  # a fork would share this process's GPU client
+    shared = options, compare, platform, port
     pair = [
-        context.Process(target=one_of_two, args=(options, platform, port, process), daemon=True)
+        context.Process(target=one_of_two, args=(*shared, process), daemon=True)
         for process in range(2)
     ]
     for process in pair:
@@ -81,16 +74,17 @@ def in_two_processes(options: argparse.Namespace, platform: str = "cuda") -> boo
     return all(process.exitcode == 0 for process in pair)
 
 
-def one_of_two(options: argparse.Namespace, platform: str, port: int, process: int) -> None:
-    """Ends this process, with status 0 where it agrees; on CPUs there is no mailbox."""
+def one_of_two(
+    options: argparse.Namespace, compare: Compare, platform: str, port: int, process: int
+) -> None:
+    """Ends this process, with status 0 where it agrees; on CPUs without a mailbox."""
     jax.config.update("jax_platforms", "cuda,cpu" if platform == "cuda" else platform)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # One that fails waits so long for the other, which may wait for it.
     jax.distributed.initialize(
         f"127.0.0.1:{port}", 2, process, local_device_ids=[0], shutdown_timeout_seconds=10
     )
     mesh = jax.make_mesh(options.mesh, NAMES, devices=jax.devices(platform))
-    if process == 0:
-        announce(mesh)
     with mailbox_of(mesh, options) if platform == "cuda" else contextlib.nullcontext() as mailbox:
         agree = compare(options, mesh, mailbox, OnSharedGpu)
     sys.exit(0 if agree else 1)

@@ -37,4 +37,4 @@ match sys.argv[1]:
 
 if __name__ == "__main__":
     options = dcp_decode.parse(["--prefill", "20", "--steps", "2"])
-    print(f"agrees: {dcp_mailbox.in_two_processes(options, platform='cpu')}")
+    print(f"agrees: {dcp_mailbox.in_two_processes(options, dcp_decode.compare, 'cpu')}")
