@@ -35,7 +35,7 @@ class Program:
 
 
 Samples = list[tuple[float, float]]
-"""(host, total) microseconds a layer."""
+"""Microseconds a layer of each sample: until its calls were enqueued, and until they were done."""
 
 
 def time_in_turns(programs: Mapping[str, Program]) -> dict[str, Timing]:
@@ -77,6 +77,12 @@ def _sample(program: Program, calls: int) -> tuple[float, float]:
 def timing(samples: Samples) -> Timing:
     host, total = np.array(samples).T
     return Timing(**_spread(total), host_us=float(np.median(host)))
+
+
+def host_bound(timings: Mapping[str, Mapping[str, float]]) -> str:
+    """A remark on the programs that the host may have held back, by their `Timing.rounded`."""
+    bound = [name for name, time in timings.items() if time["host_us"] > 0.9 * time["us"]]
+    return f"  host-bound: {', '.join(bound)}" if bound else ""
 
 
 def difference(more: Samples, less: Samples) -> dict[str, float]:

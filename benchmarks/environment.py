@@ -6,14 +6,18 @@ import json
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 import jax_mla
 
 ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 CLOCKS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 
 
@@ -32,12 +36,28 @@ def gpu_query(*fields: str) -> dict[str, str]:
     return dict(zip(fields, answer.split(", "), strict=True))
 
 
+def write_results(
+    rows: list[dict[str, Any]],
+    facts: Mapping[str, object],
+    output: pathlib.Path | None,
+    prefix: str = "",
+) -> None:
+    """Writes rows and what `environment` said before them; by default to results/ by GPU."""
+    if output is None:
+        gpu = re.sub(r"\W+", "_", str(facts["gpu"])).lower()
+        output = RESULTS / f"{prefix}{gpu}.json"
+    content = {"environment": {**facts, "clocks_after": clocks()}, "rows": rows}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(content, indent=1) + "\n")
+    print("wrote", output)
+
+
 def clocks() -> dict[str, str]:
     return gpu_query(*CLOCKS)
 
 
 def environment(commit: str | None) -> dict[str, object]:
-    """The machine, the software and the command line.
+    """The machine, its clocks now, the software and the command line.
 
     Args:
         commit: the commit measured; None asks git.
@@ -55,6 +75,7 @@ def environment(commit: str | None) -> dict[str, object]:
         "python": platform.python_version(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "command": " ".join(["python", *sys.argv]),
+        "clocks_before": clocks(),
     }
 
 

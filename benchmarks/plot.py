@@ -10,7 +10,8 @@ import json
 import pathlib
 from typing import Any
 
-from tables import RESULTS, ROOT, speed_files
+from environment import RESULTS, ROOT
+from tables import speed_files
 
 PICTURE = ROOT / "docs" / "speed.svg"
 LINES: dict[str, dict[str, Any]] = {

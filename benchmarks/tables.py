@@ -10,10 +10,9 @@ import pathlib
 from typing import Any
 
 import support
+from environment import RESULTS, ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results"
 HEADER = (
     "heads",
     "B",

@@ -36,15 +36,13 @@ written to the result, and emptied. A call that gives up waiting fails its shape
 
 import argparse
 import contextlib
-import json
 import os
 import pathlib
-import re
 from typing import Any
 
 import jax
-from clock import Samples, difference, sample_in_turns, timing
-from environment import clocks, environment
+from clock import Samples, difference, host_bound, sample_in_turns, timing
+from environment import environment, write_results
 from mailbox_chains import Chains, Weights
 from shapes import TIMED_HEADS
 from virtual_ranks import VirtualRanks
@@ -54,7 +52,6 @@ import jax_mla
 from jax_mla import variants
 from jax_mla.rules import ROW
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 RANKS = (2, 4, 8)
 BATCHES = (1, 8, 64)
 SAMPLES, SAMPLE_SECONDS = 31, 0.006
@@ -148,10 +145,14 @@ def print_row(row: dict[str, Any]) -> None:
     adds, times = row["adds"], row["timings"]
     cells = [f"{name} {value['us']:.2f} ({value['p10']:.2f}-{value['p90']:.2f})"
              for name, value in adds.items()]  # fmt: skip
-    bound = [name for name, time in times.items() if time["host_us"] > 0.9 * time["us"]]
-    note = f"  host-bound: {', '.join(bound)}" if bound else ""
     verdict = "/".join(row["target"].values())
-    print(shape, *cells, f"target {row['target_us']:.2f} {verdict}{note}", sep="  ", flush=True)
+    print(
+        shape,
+        *cells,
+        f"target {row['target_us']:.2f} {verdict}{host_bound(times)}",
+        sep="  ",
+        flush=True,
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -173,7 +174,7 @@ def main() -> int:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     if (found := jax.default_backend()) != "gpu":
         raise SystemExit(f"timing needs an NVIDIA GPU, JAX found {found}. Run `python -m jax_mla`.")
-    facts = environment(options.commit) | {"clocks_before": clocks()}
+    facts = environment(options.commit)
     print("ranks heads batch  microseconds a call: median (p10-p90)")
     rows = [
         row
@@ -181,12 +182,7 @@ def main() -> int:
         for heads in options.heads
         for row in measure_group(ranks, heads, list(options.batch))
     ]
-    facts["clocks_after"] = clocks()
-    name = re.sub(r"\W+", "_", str(facts["gpu"])).lower()
-    output = options.output or RESULTS / f"mailbox_{name}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
-    print("wrote", output)
+    write_results(rows, facts, options.output, "mailbox_")
     return int(any("failure" in row for row in rows))
 
 

@@ -13,17 +13,15 @@ then the programs of one shape are timed in turns.
 import argparse
 import concurrent.futures
 import functools
-import json
 import pathlib
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import peer
-from clock import time_in_turns
-from environment import clocks, environment
+from clock import host_bound, time_in_turns
+from environment import environment, write_results
 from forced import forced_variant
 from shapes import TIMED_BATCHES, TIMED_HEADS
 from workload import Chain, Implementation, Workload
@@ -32,7 +30,6 @@ import jax_mla
 from jax_mla import variants
 from jax_mla.rules import KV_RANK, ROW
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 OURS = functools.partial(jax_mla.q_absorb, implementation="cuda")
 ROTATED = ("rope interleaved", "rope half")
 POSITIONS = 8192
@@ -119,10 +116,13 @@ def print_row(row: dict[str, Any], names: list[str]) -> None:
     times = row["timings"]
     cells = [f"{times[name]['us']:{width(name)}.2f}" for name in names]
     spread = [f"{times[name]['p10']:.2f}-{times[name]['p90']:.2f}" for name in names]
-    bound = [name for name in names if times[name]["host_us"] > 0.9 * times[name]["us"]]
-    note = f"  host-bound: {', '.join(bound)}" if bound else ""
     shape = f"{row['heads']:5} {row['batch']:5} {row['floor_us']:7.2f}"
-    print(shape, *cells, f" {row['variant']}  p10-p90 {' '.join(spread)}{note}", flush=True)
+    print(
+        shape,
+        *cells,
+        f" {row['variant']}  p10-p90 {' '.join(spread)}{host_bound(times)}",
+        flush=True,
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -147,7 +147,7 @@ def main() -> None:
     keys = options.variants
     if keys == ["all"]:
         keys = [variant.key for variant in variants.PLAIN_VARIANTS]
-    facts = environment(options.commit) | {"clocks_before": clocks()}
+    facts = environment(options.commit)
     alone = options.alone or options.rope or bool(keys)
     workloads = [
         Workload(heads, batch, alone) for heads in options.heads for batch in options.batch
@@ -162,14 +162,8 @@ def main() -> None:
         for workload in (w for w in workloads if w.heads == heads):
             rows.append(measure(workload, compiled[workload], weights))
             print_row(rows[-1], names)
-    facts["clocks_after"] = clocks()
-    output = options.output
-    if output is None and not alone:
-        output = RESULTS / (re.sub(r"\W+", "_", str(facts["gpu"])).lower() + ".json")
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
-        print("wrote", output)
+    if options.output or not alone:
+        write_results(rows, facts, options.output)
 
 
 if __name__ == "__main__":

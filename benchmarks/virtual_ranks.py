@@ -54,7 +54,7 @@ class VirtualRanks:
     def load(self, key: str) -> tuple[Kernel, Any]:
         """How a kernel is launched, and its function, loaded as the package loads it."""
         kernel = shipped().find(key, str(self.gpu.arch))
-        return kernel, loader._function(kernel, shipped().read(kernel), self.gpu)
+        return kernel, loader.load_function(kernel, shipped().read(kernel), self.gpu)
 
     def _make(self, create: str, destroy: str, *arguments: Any) -> Any:
         made = call(create, *arguments, task=create)

@@ -21,6 +21,7 @@ import support
 import tables
 import time_q_absorb
 import workload
+from benchmark_facts import FACTS
 from clock import Program, time_in_turns
 from forced import forced_variant
 from shapes import CHECKED_BATCHES, CHECKED_HEADS, TIMED_BATCHES, TIMED_HEADS
@@ -31,16 +32,7 @@ from jax_mla import variants
 from jax_mla.testing import bytes_of, e4m3_steps, make_inputs
 
 RESULTS = {
-    "environment": {
-        "gpu": "GPU",
-        "driver": "1.2",
-        "jax": "0.10",
-        "jax_mla": "0.1",
-        "commit": "abc",
-        "date": "2026-01-01",
-        "clocks_before": {"clocks.sm": "100 MHz"},
-        "clocks_after": {"clocks.sm": "200 MHz"},
-    },
+    "environment": FACTS,
     "rows": [
         {
             "heads": 6,
@@ -74,7 +66,7 @@ def test_the_table_of_models_says_what_the_gpu_tests_cover() -> None:
 
 
 def test_every_committed_result_beats_the_peer() -> None:
-    files = tables.speed_files(tables.RESULTS)
+    files = tables.speed_files(environment.RESULTS)
     assert files
     for file in files:
         for row in json.loads(file.read_text())["rows"]:
@@ -103,7 +95,7 @@ def test_the_picture_has_every_time_of_the_results_once() -> None:
 
 
 def test_the_picture_is_drawn_from_the_committed_results() -> None:
-    assert plot.source(tables.RESULTS) in plot.PICTURE.read_text(encoding="utf-8")
+    assert plot.source(environment.RESULTS) in plot.PICTURE.read_text(encoding="utf-8")
 
 
 def test_a_readme_without_markers_is_refused() -> None:
@@ -203,7 +195,7 @@ def test_programs_are_timed_in_microseconds_a_layer(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU to time")
 def test_timing_without_a_gpu_ends_with_a_sentence() -> None:
     run = subprocess.run(
-        [sys.executable, tables.ROOT / "benchmarks" / "time_q_absorb.py"],
+        [sys.executable, environment.ROOT / "benchmarks" / "time_q_absorb.py"],
         capture_output=True,
         text=True,
         check=False,

@@ -15,22 +15,13 @@ import tables
 import time_mailbox
 import virtual_ranks
 import workload
+from benchmark_facts import FACTS
 from fake_launches import FakeLaunches, mixed
 from shapes import CHECKED_BATCHES, CHECKED_HEADS, TIMED_HEADS
 
 from jax_mla.runtime import device, loader, peer_memory
 
 RANKS, BATCHES = (2, 3), (1, 9)
-FACTS: dict[str, Any] = {
-    "gpu": "GPU",
-    "driver": "1.2",
-    "jax": "0.10",
-    "jax_mla": "0.1",
-    "commit": "abc",
-    "date": "2026-01-01",
-    "clocks_before": {"clocks.sm": "100 MHz"},
-    "clocks_after": {"clocks.sm": "200 MHz"},
-}
 
 
 def queries(rows: Any, q_norm: Any, kv_norm: Any, w_qb: Any, w_uk: Any, *_: Any, **__: Any) -> Any:
@@ -204,7 +195,7 @@ def test_timed_shapes_are_checked_shapes() -> None:
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU to time")
 def test_timing_without_a_gpu_ends_with_a_sentence() -> None:
-    program = tables.ROOT / "benchmarks" / "time_mailbox.py"
+    program = environment.ROOT / "benchmarks" / "time_mailbox.py"
     found = subprocess.run(
         [sys.executable, program], capture_output=True, text=True, check=False, timeout=120
     )

@@ -51,7 +51,7 @@ def _load(key: str, ordinal: int) -> None:
     cubin = shipped().read(kernel)
     check_driver()
     with primary_context(found):
-        function = _function(kernel, cubin, found)
+        function = load_function(kernel, cubin, found)
         _check_cluster(kernel, function, found)
     add_kernel(ordinal, kernel, int(function))
 
@@ -67,7 +67,7 @@ def check_driver() -> None:
         )
 
 
-def _function(kernel: Kernel, cubin: bytes, found: Device) -> Any:
+def load_function(kernel: Kernel, cubin: bytes, found: Device) -> Any:
     """Returns the CUfunction, fully loaded: nothing is left to be loaded at the first launch."""
     attributes = bindings().CUfunction_attribute
     task = f"loading kernel '{kernel.key}' for {found}"
