@@ -112,8 +112,7 @@ class GlobalMemory:
         if (self.published[spread] & (thread != 0)).any():
             raise PtxError("a global byte is loaded weakly that a thread stores strongly")
         self.note_load(spread, thread)
-        items: Values = self.data.view(dtype)[places[:, None] // dtype.itemsize + np.arange(count)]
-        return items
+        return self._items(places, dtype, count)
 
     def marked(self, places: Indices, threads: Indices) -> Values:
         """The threads, [address], for each of their [address, byte] places; 0 where it is free."""
@@ -128,8 +127,7 @@ class GlobalMemory:
         thread = self.marked(spread, threads)
         self.refuse_others((self.stored_by,), spread, thread, "is loaded")
         self.polled_by[spread] = thread
-        items: Values = self.data.view(dtype)[places[:, None] // dtype.itemsize + np.arange(count)]
-        return items
+        return self._items(places, dtype, count)
 
     def store_strong(self, addresses: Values, values: Values, threads: Indices) -> None:
         """Stores [address, count] values."""
@@ -139,8 +137,7 @@ class GlobalMemory:
         thread = self.marked(spread, threads)
         self.refuse_others((self.stored_by, self.loaded_by), spread, thread, "is stored")
         self.published[spread] = thread != 0
-        at = places[:, None] // values.itemsize + np.arange(values.shape[1])
-        self.data.view(values.dtype)[at] = values
+        self._put(places, values)
 
     @staticmethod
     def refuse_others(marks: Iterable[Values], places: Indices, thread: Values, verb: str) -> None:
@@ -168,8 +165,7 @@ class GlobalMemory:
         if self.stored_by[spread].any():
             raise PtxError("ld.global.nc of a byte that a thread stores in this launch")
         self.constant[spread] = True
-        items: Values = self.data.view(dtype)[places[:, None] // dtype.itemsize + np.arange(count)]
-        return items
+        return self._items(places, dtype, count)
 
     def copied(self, start: int, size: int) -> Bytes:
         """The bytes from a place on, which no thread may store in this launch."""
@@ -194,6 +190,15 @@ class GlobalMemory:
         self.stored_by[spread] = thread
         if (self.stored_by[spread] != thread).any():
             raise PtxError("two threads store a global byte")
+        self._put(places, values)
+
+    def _items(self, places: Indices, dtype: Any, count: int) -> Values:
+        """[place, count] values."""
+        items: Values = self.data.view(dtype)[places[:, None] // dtype.itemsize + np.arange(count)]
+        return items
+
+    def _put(self, places: Indices, values: Values) -> None:
+        """Replaces [place, count] values."""
         at = places[:, None] // values.itemsize + np.arange(values.shape[1])
         self.data.view(values.dtype)[at] = values
 

@@ -41,13 +41,15 @@ def _load_parameter(machine: Machine, instruction: Instruction, match: Match) ->
     return act
 
 
+@operation(rf"ld\.(?P<strong>relaxed\.sys)\.(?P<space>global){KIND}")
 @operation(rf"ld\.(?P<space>global|shared)(?:::cta)?(?P<constant>\.nc)?{KIND}")
 def _load(machine: Machine, instruction: Instruction, match: Match) -> Action:
     destination, address = instruction.operands
     dtype, count = TYPES[match["kind"]], int(match["count"] or 1)
     # A register may be wider than the value, which is then extended.
     targets = [machine.wide_target(item, dtype) for item in _items(destination)]
-    shared, constant = match["space"] == "shared", match["constant"]
+    shared, how = match["space"] == "shared", match.groupdict()
+    load = machine.memory.load_strong if how.get("strong") else machine.memory.load
     base, offset = machine.address(address, TYPES["b32" if shared else "b64"])
 
     def act(threads: Selection) -> None:
@@ -58,22 +60,24 @@ def _load(machine: Machine, instruction: Instruction, match: Match) -> Action:
             if (places // machine.shared.room != own).any():
                 raise PtxError("ld.shared of another CTA's memory")
             values = machine.shared.load(places, dtype, count, warps, instruction.line)
-        elif constant:
+        elif how.get("constant"):
             values = machine.memory.load_constant(addresses, dtype, count)
         else:
-            values = machine.memory.load(addresses, dtype, count, machine.number + chosen)
+            values = load(addresses, dtype, count, machine.number + chosen)
         for i, target in enumerate(targets):
             target[threads] = values[:, i]
 
     return act
 
 
+@operation(rf"st\.(?P<strong>relaxed\.sys)\.(?P<space>global){KIND}")
 @operation(rf"st\.(?P<space>global|shared)(?:::cta)?{KIND}")
 def _store(machine: Machine, instruction: Instruction, match: Match) -> Action:
     address, source = instruction.operands
     dtype = TYPES[match["kind"]]
     sources = [machine.source(item, dtype) for item in _items(source)]
-    shared = match["space"] == "shared"
+    shared, strong = match["space"] == "shared", match.groupdict().get("strong")
+    store = machine.memory.store_strong if strong else machine.memory.store
     base, offset = machine.address(address, TYPES["b32" if shared else "b64"])
 
     def act(threads: Selection) -> None:
@@ -87,40 +91,7 @@ def _store(machine: Machine, instruction: Instruction, match: Match) -> Action:
                 raise PtxError("st.shared to another CTA's memory")
             machine.shared.store(places, values, warps, instruction.line)
         else:
-            machine.memory.store(addresses, values, machine.number + chosen)
-
-    return act
-
-
-@operation(rf"ld\.relaxed\.sys\.global{KIND}")
-def _load_strong(machine: Machine, instruction: Instruction, match: Match) -> Action:
-    destination, address = instruction.operands
-    dtype = TYPES[match["kind"]]
-    targets = [machine.target(item, dtype) for item in _items(destination)]
-    base, offset = machine.address(address, TYPES["b64"])
-
-    def act(threads: Selection) -> None:
-        values = machine.memory.load_strong(
-            base[threads] + offset, dtype, len(targets), machine.number + machine.threads[threads]
-        )
-        for i, target in enumerate(targets):
-            target[threads] = values[:, i]
-
-    return act
-
-
-@operation(rf"st\.relaxed\.sys\.global{KIND}")
-def _store_strong(machine: Machine, instruction: Instruction, match: Match) -> Action:
-    address, source = instruction.operands
-    dtype = TYPES[match["kind"]]
-    sources = [machine.source(item, dtype) for item in _items(source)]
-    base, offset = machine.address(address, TYPES["b64"])
-
-    def act(threads: Selection) -> None:
-        values = np.stack([source[threads] for source in sources], axis=1)
-        machine.memory.store_strong(
-            base[threads] + offset, values, machine.number + machine.threads[threads]
-        )
+            store(addresses, values, machine.number + chosen)
 
     return act
 
