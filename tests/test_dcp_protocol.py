@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from mailbox_model import (
     REARM_NEXT,
     WRONG_DATA,
     Call,
+    Found,
     Program,
     Protocol,
     explore,
@@ -70,7 +72,10 @@ FIRST, SECOND = calls(1, 1)
 @pytest.mark.parametrize(
     ("protocol", "programs", "failure"),
     [
-        pytest.param(one_cta(calls_wait=False), THREE, WRONG_DATA, id="A1: a call starts early"),
+        pytest.param(
+            Protocol(calls_wait=False), ((*MAKE, *calls(1, 1)),) * 2, WRONG_DATA,
+            id="A1: a call starts beside the one before it",
+        ),
         pytest.param(
             one_cta(end_performs_stores=False), THREE, WRONG_DATA,
             id="A1: a kernel ends before its stores",
@@ -124,24 +129,44 @@ def test_what_the_proof_assumes_is_needed(
     assert failure in explore(protocol, programs).failures
 
 
-RESET = (MEET, CLEAR, MEET)
 AGAIN = Call(9, 1)
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, (1, 1)), (2, (2, 1))])
+def resetting(protocol: Protocol, ranks: int, sizes: Sequence[int], reset: Program) -> Found:
+    """Calls that may give up at any time, a reset, and a call that waits."""
+    before = (*MAKE, *calls(*sizes))
+    protocol = dataclasses.replace(protocol, patient_from=len(before))
+    return explore(protocol, ((*before, *reset, AGAIN),) * ranks)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "ranks", "sizes"),
+    [
+        pytest.param(one_cta(), 2, (2, 1), id="two ranks"),
+        pytest.param(Protocol(), 2, (2, 1), id="two CTAs"),
+        pytest.param(one_cta(), 3, (1,), id="three ranks"),
+    ],
+)
 def test_a_call_that_gives_up_gives_nan_and_a_reset_opens_the_mailbox(
-    ranks: int, sizes: Sequence[int]
+    protocol: Protocol, ranks: int, sizes: Sequence[int]
 ) -> None:
-    program = (*MAKE, *calls(*sizes), *RESET, AGAIN)
-    protocol = one_cta(patient_from=len(MAKE) + len(sizes))
-    found = explore(protocol, (program,) * ranks)
+    found = resetting(protocol, ranks, sizes, (MEET, CLEAR, MEET))
     assert not found.failures
     # Words come in time or do not, but for those after the reset.
     both = {(call, late) for call in range(len(sizes)) for late in (False, True)}
     assert found.results == {*both, (AGAIN.number, False)}
 
 
-def test_a_reset_must_wait_for_late_words() -> None:
-    program = (*MAKE, *calls(1, 1), *RESET, AGAIN)
-    protocol = one_cta(patient_from=len(MAKE) + 2, meetings_drain=False)
-    assert WRONG_DATA in explore(protocol, (program,) * 2).failures
+@pytest.mark.parametrize(
+    ("protocol", "reset", "failure"),
+    [
+        pytest.param(
+            one_cta(meetings_drain=False), (MEET, CLEAR, MEET), WRONG_DATA,
+            id="A7: stores are under way",
+        ),
+        pytest.param(one_cta(), (CLEAR, MEET), WRONG_DATA, id="a peer still runs calls"),
+        pytest.param(one_cta(), (MEET, CLEAR), DEADLOCK, id="a peer has not emptied its mailbox"),
+    ],
+)  # fmt: skip
+def test_a_reset_needs_what_it_waits_for(protocol: Protocol, reset: Program, failure: str) -> None:
+    assert failure in resetting(protocol, 2, (1, 1), reset).failures

@@ -17,7 +17,8 @@ without programmatic launches, as the runtime launches them). A2: an aligned wor
 stored and loaded at once, and its owner's L2 keeps its stores in one order. A3: no published word
 is EMPTY (`publish` replaces it). A4: all CTAs of a call run while others of it poll (the launch has
 fewer CTAs than the device has SMs). A5: all words are EMPTY before the first call of any rank.
-A6: a call has the same sizes on all ranks.
+A6: a call has the same sizes on all ranks. A7: a rank that has waited for its device has no store
+under way, not even to a peer.
 
 L1, skew: K_s^e ends only once all ranks have published e, so all have started e, so all have ended
 e-1. No rank is two calls ahead of another.
@@ -39,7 +40,9 @@ e-1 is published; TensorRT-LLM, FlashInfer and NCCL count on the same.
 
 Where words do not come in time (`Box.timeout`), the rank latches STATE and REPORT and stores NaN
 for them; from then on its calls give NaN for all peers' words and neither publish nor wait, since
-its mailbox may hold words of any call. Only a collective reset, with no call running, opens it.
+its mailbox may hold words of any call. Only a collective reset opens it: all ranks have waited for
+their devices (A7) before the first empties its mailbox, and all have emptied theirs before the next
+call (A5).
 """
 
 from __future__ import annotations

@@ -328,7 +328,8 @@ class _Turn:
         """Issues a store.
 
         One to the control block is performed at once if calls wait for it: the call itself reads
-        only the state, when a CTA begins, which can then do so earlier just as well.
+        only the state, when a CTA begins, which can then do so earlier just as well. A reset that
+        does not wait for stores could meet it late: then another kind of failure may go unseen.
         """
         if self.model.ordered and address - self.control in range(CONTROL):
             self.memory[address] = value
