@@ -166,6 +166,7 @@ class VirtualRanks:
         graph = call("cuStreamEndCapture", origin, task="capture")
         program = call("cuGraphInstantiate", graph, 0, task="capture")
         self.undo.callback(call, "cuGraphExecDestroy", program, task="graph")
+        call("cuGraphDestroy", graph, task="capture")
         launches.append(lambda: call("cuGraphLaunch", program, origin, task="replay"))
 
     def _event(self, stream: Any) -> Any:

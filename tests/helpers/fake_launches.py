@@ -72,7 +72,7 @@ class FakeLaunches(FakeDriver):
 
     def _nothing(self, *_: Any) -> None: ...
 
-    _cuStreamDestroy = _cuEventDestroy = _cuGraphExecDestroy = _nothing
+    _cuStreamDestroy = _cuEventDestroy = _cuGraphDestroy = _cuGraphExecDestroy = _nothing
     _cuEventRecord = _cuStreamWaitEvent = _nothing
 
     def _cuStreamBeginCapture(self, stream: Any, mode: Any) -> None:
